@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""blockpick: the block indexer of MiniMax M3's sparse attention as a kernel library for serving engines."""
+
+from .config import IndexerConfig, Memory
+from .errors import (
+    BlockpickError,
+    DriverError,
+    KernelNotInstalledError,
+    ManifestError,
+    StalePlanError,
+    UnsupportedArchError,
+    UnsupportedConfigError,
+)
+from .indexer import Indexer
+from .layout import CacheLayout
+from .ops import torch_ops as _torch_ops  # noqa: F401  registers torch.ops.blockpick
+from .ops.insert import insert
+from .plan import DecodePlan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockpickError",
+    "CacheLayout",
+    "DecodePlan",
+    "DriverError",
+    "Indexer",
+    "IndexerConfig",
+    "KernelNotInstalledError",
+    "ManifestError",
+    "Memory",
+    "StalePlanError",
+    "UnsupportedArchError",
+    "UnsupportedConfigError",
+    "insert",
+]

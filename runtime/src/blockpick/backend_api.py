@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend package offers the runtime: find devices, turn a binary into something that launches.
+
+Backends are found through the entry point group ``blockpick.backends``; the runtime never imports one by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+ENTRY_POINT_GROUP = "blockpick.backends"
+Value = Any  # a tensor (anything with ``data_ptr()``) for a pointer argument, an int for the others
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One accelerator as its driver describes it."""
+
+    vendor: str
+    index: int
+    arch: str
+    name: str
+    compute_units: int
+    memory_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One kernel argument: its name and Triton type (``*i32``, ``i32``, ``i64`` ...)."""
+
+    name: str
+    type: str
+
+    @property
+    def is_pointer(self) -> bool:
+        """Whether the argument is an address."""
+        return self.type.startswith("*")
+
+
+@dataclass(frozen=True)
+class KernelBinary:
+    """A compiled kernel with everything a loader needs to launch it."""
+
+    name: str
+    symbol: str
+    image: bytes
+    arguments: tuple[Argument, ...]
+    threads: int
+    shared_bytes: int
+    trailing_pointers: int
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A rendered kernel source with everything needed to compile or interpret it."""
+
+    name: str
+    symbol: str
+    language: str
+    text: str
+    arguments: tuple[Argument, ...]
+    divisible: Mapping[str, int]
+    constexprs: Mapping[str, Any]
+    options: Mapping[str, Any]
+    warp_size: int
+
+
+class Launch(Protocol):
+    """A kernel with some arguments fixed. Owns its packed arguments: use it from one thread at a time."""
+
+    def __call__(self, grid: int, stream: int, *dynamic: Value) -> None:
+        """Launch ``grid`` programs on ``stream``; ``dynamic`` are the arguments named at ``bind``, in that order."""
+
+
+class Kernel(Protocol):
+    """A loaded kernel."""
+
+    def bind(self, fixed: Mapping[str, Value], dynamic: Sequence[str]) -> Launch:
+        """Fix some arguments and name the ones that come with every launch; together they must be all of them."""
+
+
+@runtime_checkable
+class BinaryLoader(Protocol):
+    """A backend that loads compiled kernels through its vendor's driver."""
+
+    vendor: str
+
+    def devices(self) -> list[DeviceInfo]:
+        """All visible devices; empty where there is no driver."""
+
+    def load(self, binary: KernelBinary, device_index: int) -> Kernel:
+        """Load ``binary`` on one device."""
+
+
+@runtime_checkable
+class SourceCompiler(Protocol):
+    """A backend that compiles a rendered source for a present device."""
+
+    def compile(self, source: KernelSource, arch: str, pdl: bool) -> KernelBinary:
+        """Compile for ``arch``, the architecture of a present device."""
+
+
+@runtime_checkable
+class SourceInterpreter(Protocol):
+    """A backend that executes rendered sources on CPU tensors."""
+
+    def interpret(self, source: KernelSource) -> Kernel:
+        """A kernel that interprets ``source``; streams are ignored."""
+
+
+class PackedArguments:
+    """Argument memory of one launch: 8-byte slots, filled once, and the array of their addresses that drivers take.
+
+    Parameters
+    ----------
+    arguments : sequence of Argument
+        The kernel's arguments in order.
+    trailing : int
+        Null pointers after the arguments.
+    fixed : mapping
+        Values that stay; tensors are kept alive.
+    dynamic : sequence of str
+        Names of the arguments that come with every launch, pointers before numbers.
+
+    Raises
+    ------
+    TypeError
+        When ``fixed`` and ``dynamic`` are not exactly the kernel's arguments.
+    """
+
+    def __init__(
+        self, arguments: Sequence[Argument], trailing: int, fixed: Mapping[str, Value], dynamic: Sequence[str]
+    ) -> None:
+        values, positions = ordered_arguments(arguments, fixed, dynamic)
+        count = max(len(values) + trailing, 1)
+        self._keep = values
+        self._slots = (ctypes.c_int64 * count)()
+        for position, value in enumerate(values):
+            if value is not None:
+                self._slots[position] = value.data_ptr() if arguments[position].is_pointer else value
+        base = ctypes.addressof(self._slots)
+        self._addresses = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
+        self.address = ctypes.addressof(self._addresses)
+        self._pointers = [position for position in positions if arguments[position].is_pointer]
+        self._numbers = [position for position in positions if not arguments[position].is_pointer]
+        if positions != self._pointers + self._numbers:
+            raise TypeError("name dynamic pointers before dynamic numbers")
+
+    def fill(self, dynamic: Sequence[Value]) -> None:
+        """Write one launch's dynamic values into their slots."""
+        slots, pointers = self._slots, self._pointers
+        split = len(pointers)
+        for position, value in zip(pointers, dynamic, strict=False):
+            slots[position] = value.data_ptr()
+        for position, value in zip(self._numbers, dynamic[split:], strict=True):
+            slots[position] = value
+
+
+def ordered_arguments(
+    arguments: Sequence[Argument], fixed: Mapping[str, Value], dynamic: Sequence[str]
+) -> tuple[list[Value], list[int]]:
+    """Values in argument order (None where dynamic) and the position of every dynamic argument.
+
+    Raises
+    ------
+    TypeError
+        When ``fixed`` and ``dynamic`` are not exactly the kernel's arguments.
+    """
+    names = [argument.name for argument in arguments]
+    given = sorted([*fixed, *dynamic])
+    if given != sorted(names):
+        missing, extra = sorted(set(names) - set(given)), sorted(set(given) - set(names))
+        raise TypeError(f"kernel arguments do not match: missing {missing}, unknown {extra}")
+    return [fixed.get(name) for name in names], [names.index(name) for name in dynamic]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of tensors at the public surface: each raises before anything is launched and names the argument."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int, device: torch.device, what: str
+) -> None:
+    """Raise unless ``tensor`` is a ``dims``-dimensional tensor of ``dtype`` on ``device``; ``what`` is its shape in words."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: must be a torch.Tensor {what}, is {type(tensor).__name__}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: dtype must be {dtype}, is {tensor.dtype}")
+    if tensor.dim() != dims:
+        raise ValueError(f"{name}: must be {what}, has shape {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: must be on {device}, is on {tensor.device}")
+
+
+def check_last_stride(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless the last dimension is contiguous."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: the last stride must be 1, strides are {list(tensor.stride())}")
+
+
+def check_aligned(name: str, tensor: torch.Tensor, alignment: int) -> None:
+    """Raise unless the base address and every stride but the last are multiples of ``alignment`` bytes."""
+    size = tensor.element_size()
+    for dim in range(tensor.dim() - 1):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) * size % alignment:
+            raise ValueError(
+                f"{name}: stride {dim} must be a multiple of {alignment} bytes, is {tensor.stride(dim) * size}"
+            )
+    if tensor.data_ptr() % alignment:
+        raise ValueError(f"{name}: must start at a multiple of {alignment} bytes")
+
+
+def check_not_capturing(device: torch.device, call: str) -> None:
+    """Raise inside a CUDA or HIP graph capture."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{call}: not allowed inside a graph capture; call it before the capture and every replay")
+
+
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """``device`` with its index filled in."""
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return resolved

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of an indexer, checked once at construction, and the memory that it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import UnsupportedConfigError
+from .layout import BLOCK_TOKENS, CacheLayout
+
+ORDERS = ("score", "ascending", "local_last")  # index = the kernels' code
+OUT_LAYOUTS = ("thk", "htk")
+EMPTY_ROWS = ("minus_one", "block_zero")
+ROUNDINGS = ("exact", "e4m3")
+BACKENDS = ("auto", "aot", "jit", "interpreter", "reference")
+NUM_HEADS = (1, 2, 4)
+MAX_TOPK = 64
+MAX_QUERY_LEN = 8
+MAX_BLOCKS = 65534
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """What an indexer computes and the maxima it is sized for; see :class:`blockpick.Indexer` for the fields.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        For anything outside what blockpick computes; the message names the field and what is supported.
+    """
+
+    layout: CacheLayout
+    num_heads: int = 1
+    topk: int = 16
+    init_blocks: int = 0
+    local_blocks: int = 1
+    max_requests: int = 256
+    max_query_len: int = 1
+    max_seq_len: int = 1 << 20
+    order: str = "score"
+    out_layout: str = "thk"
+    empty_row: str = "minus_one"
+    nvfp4_rounding: str | None = None
+    slots: int = 1
+
+    def __post_init__(self) -> None:
+        def one_of(name: str, allowed: tuple[object, ...]) -> None:
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UnsupportedConfigError(
+                    f"Indexer: {name}={value!r} is not supported; supported: {', '.join(map(str, allowed))}"
+                )
+
+        def between(name: str, low: int, high: int, unit: str = "") -> None:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise UnsupportedConfigError(f"Indexer: {name}={value!r} is not supported; supported: {low}..{high}{unit}")
+
+        one_of("num_heads", NUM_HEADS)
+        one_of("order", ORDERS)
+        one_of("out_layout", OUT_LAYOUTS)
+        one_of("empty_row", EMPTY_ROWS)
+        one_of("nvfp4_rounding", (None, *ROUNDINGS))
+        between("topk", 1, MAX_TOPK)
+        between("init_blocks", 0, MAX_TOPK)
+        between("local_blocks", 0, MAX_TOPK)
+        between("max_requests", 1, 65536)
+        between("max_query_len", 1, MAX_QUERY_LEN)
+        between("max_seq_len", 1, MAX_BLOCKS * BLOCK_TOKENS, f" ({MAX_BLOCKS} blocks of {BLOCK_TOKENS} tokens)")
+        between("slots", 1, 16)
+        if self.init_blocks + self.local_blocks > self.topk:
+            raise UnsupportedConfigError(
+                f"Indexer: init_blocks={self.init_blocks} + local_blocks={self.local_blocks} > topk={self.topk}; "
+                "forced blocks must fit into topk"
+            )
+        if self.order == "local_last" and (self.init_blocks, self.local_blocks) != (0, 1):
+            raise UnsupportedConfigError(
+                "Indexer: order='local_last' needs init_blocks=0 and local_blocks=1, is "
+                f"{self.init_blocks} and {self.local_blocks}"
+            )
+        if self.nvfp4_rounding is not None and self.layout.dtype != "nvfp4":
+            raise UnsupportedConfigError(
+                f"Indexer: nvfp4_rounding={self.nvfp4_rounding!r} with a {self.layout.dtype} cache; it belongs to nvfp4"
+            )
+        if self.layout.shards != 1:
+            raise UnsupportedConfigError(
+                f"Indexer: layout.shards={self.layout.shards}: decode runs on a replicated cache (shards=1)"
+            )
+        if self.max_requests * self.max_blocks > INT32_MAX:
+            raise UnsupportedConfigError(
+                f"Indexer: max_requests={self.max_requests} * {self.max_blocks} blocks exceeds {INT32_MAX} list entries"
+            )
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest request, rounded up to whole pages."""
+        return -(-self.max_seq_len // self.layout.page_size) * self.layout.blocks_per_page
+
+    @property
+    def max_rows(self) -> int:
+        """Rows (request, query, head) of the largest batch."""
+        return self.max_requests * self.max_query_len * self.num_heads
+
+    @property
+    def score_stride(self) -> int:
+        """Scores between two rows of the score scratch."""
+        return -(-self.max_blocks // 32) * 32
+
+    @property
+    def unscored_blocks(self) -> int:
+        """A request with at most this many visible blocks needs no scores: all its blocks win and ids order them."""
+        return 0 if self.order == "score" else self.topk
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that an indexer allocates, by purpose."""
+
+    items: tuple[tuple[str, int], ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all items."""
+        return sum(size for _, size in self.items)
+
+    def __str__(self) -> str:
+        lines = [f"{name:<24}{size:>16,} bytes" for name, size in self.items]
+        return "\n".join([*lines, f"{'total':<24}{self.total_bytes:>16,} bytes"])

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer: configuration at construction, metadata in ``plan_decode``, tensors in ``decode``."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from .checks import check_aligned, check_last_stride, check_not_capturing, check_tensor, resolve_device
+from .config import BACKENDS, IndexerConfig, Memory
+from .device import describe
+from .dispatch import Choice, pick_route
+from .errors import StalePlanError, UnsupportedArchError, UnsupportedConfigError
+from .layout import HEAD_DIM, CacheLayout
+from .ops.decode_pick import DecodeEngine, KernelEngine
+from .plan import DecodePlan
+
+_HANDLES = itertools.count()
+_SLOTS: dict[int, tuple[weakref.ref[Indexer], int]] = {}  # handle -> (indexer, slot), for torch.ops.blockpick
+
+
+class Indexer:
+    """Picks, per query and index head, the ``topk`` blocks of 128 tokens with the best scores.
+
+    The score of a block is ``max over its visible tokens t of q . k[t]``, in fp32. Blocks are ordered by (class, score,
+    lower id first): init blocks, then local blocks, then all others.
+
+    Parameters
+    ----------
+    layout : CacheLayout
+        Layout of the index-K cache.
+    num_heads : {1, 2, 4}
+        Index heads of this rank.
+    topk : int
+        Blocks to pick, 1..64.
+    init_blocks, local_blocks : int
+        First and last visible blocks that always win; together at most ``topk``.
+    max_requests, max_query_len, max_seq_len : int
+        Maxima that size every buffer: requests of a batch, queries of a request (1..8), tokens of a request.
+    order : {"score", "ascending", "local_last"}
+        Order of the ids of a row. ``local_last``: history by descending score, own block last; rows with at most ``topk``
+        blocks are 0..n-1.
+    out_layout : {"thk", "htk"}
+        Whether ``out`` is [T, H, topk] or [H, T, topk].
+    empty_row : {"minus_one", "block_zero"}
+        What a row without a visible block holds: all -1, or [0, -1, ...].
+    nvfp4_rounding : {"exact", "e4m3"}, optional
+        Whether code * scale is kept or rounded to e4m3; the architecture's default if None.
+    slots : int
+        Batches that may be in flight at once (two streams, dual-batch overlap); each has its own buffers.
+    device : torch.device or str
+        Where everything lives.
+    backend : {"auto", "aot", "jit", "interpreter", "reference"}
+        ``auto``: release binaries on a GPU, the reference on the CPU. ``jit`` compiles the generated sources here.
+        ``interpreter`` runs them on CPU tensors, those of ``arch``. ``reference`` is torch, on any device.
+    allow_jit : bool
+        Whether ``auto`` may compile a package's sources when it holds no binaries.
+    arch : str, optional
+        For ``interpreter``: whose sources to run (default: the first installed).
+
+    Raises
+    ------
+    UnsupportedConfigError, UnsupportedArchError, KernelNotInstalledError
+        At construction, never later: what was asked, what is available, what to do.
+
+    Notes
+    -----
+    The algorithm is the lightning indexer of MiniMax M3's sparse attention (MSA), decode with 1..8 queries a request.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, *, num_heads: int = 1, topk: int = 16, init_blocks: int = 0, local_blocks: int = 1,
+        max_requests: int = 256, max_query_len: int = 1, max_seq_len: int = 1 << 20, order: str = "score",
+        out_layout: str = "thk", empty_row: str = "minus_one", nvfp4_rounding: str | None = None, slots: int = 1,
+        device: torch.device | str = "cuda", backend: str = "auto", allow_jit: bool = False, arch: str | None = None,
+    ) -> None:  # fmt: skip
+        if backend not in BACKENDS:
+            raise UnsupportedConfigError(f"Indexer: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
+        self.config = IndexerConfig(
+            layout, num_heads, topk, init_blocks, local_blocks, max_requests, max_query_len, max_seq_len, order, out_layout,
+            empty_row, nvfp4_rounding, slots,
+        )  # fmt: skip
+        self.device = resolve_device(device)
+        self._engine, self.route, self._reason = _make_engine(self.config, self.device, backend, allow_jit, arch)
+        self._generations = [0] * self.config.slots
+        self._plans: list[DecodePlan | None] = [None] * self.config.slots
+        self._decode_calls = 0
+        self._handles = [next(_HANDLES) for _ in range(self.config.slots)]
+        for slot, handle in enumerate(self._handles):
+            _SLOTS[handle] = (weakref.ref(self), slot)
+            weakref.finalize(self, _SLOTS.pop, handle)
+
+    # ---- what was decided ----
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The chosen variant of every role, with reasons and rejected alternatives."""
+        return self._engine.choices
+
+    def explain(self) -> str:
+        """What runs and why, and every alternative with the reason against it."""
+        lines = [f"route {self.route}: {self._reason}"]
+        for choice in self.choices:
+            lines.append(f"{choice.role}: {choice.variant.name} ({choice.reason})")
+            lines += [f"  not {name}: {reason}" for name, reason in choice.rejected]
+        return "\n".join(lines)
+
+    def memory(self) -> Memory:
+        """Every byte that this indexer holds, by purpose."""
+        return self._engine.memory()
+
+    def stats(self) -> dict[str, Any]:
+        """Route and call counts so far, kept on the host: no synchronisation."""
+        return {"route": self.route, "plans": sum(self._generations), "decode_calls": self._decode_calls, "fallbacks": 0}
+
+    def handle(self, slot: int = 0) -> int:
+        """The number by which ``torch.ops.blockpick.decode_pick`` finds this indexer's slot and its current plan."""
+        return self._handles[slot]
+
+    # ---- once per step ----
+
+    def plan_decode(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, *, query_len: int, slot: int = 0
+    ) -> DecodePlan:
+        """Plan a decode step: one work list for all layers, made on the device without a synchronisation.
+
+        Parameters
+        ----------
+        block_table : torch.Tensor
+            int32 [B, W], last stride 1, on the device. Page ids; entries past a request's last page may be garbage.
+        seq_lens : torch.Tensor
+            int32 [B], contiguous. Tokens of every request, the current queries included.
+        query_len : int
+            Queries of every request, 1..max_query_len; never inferred.
+        slot : int
+            Which of the indexer's slots to use; the slot's earlier plan becomes invalid.
+
+        Returns
+        -------
+        DecodePlan
+            Pass it to :meth:`decode`, once per layer.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument, before anything is launched.
+        RuntimeError
+            Inside a graph capture.
+        """
+        check_not_capturing(self.device, "plan_decode")
+        config = self.config
+        check_tensor("block_table", block_table, torch.int32, 2, self.device, "[B, W]")
+        check_tensor("seq_lens", seq_lens, torch.int32, 1, self.device, "[B]")
+        check_last_stride("block_table", block_table)
+        check_last_stride("seq_lens", seq_lens)
+        num_requests, width = block_table.shape
+        if not 0 <= slot < config.slots:
+            raise ValueError(f"slot: must be 0..{config.slots - 1}, is {slot}")
+        if not isinstance(query_len, int) or not 1 <= query_len <= config.max_query_len:
+            raise ValueError(f"query_len: must be 1..{config.max_query_len} (max_query_len), is {query_len!r}")
+        if not 1 <= num_requests <= config.max_requests:
+            raise ValueError(f"block_table: must have 1..{config.max_requests} rows (max_requests), has {num_requests}")
+        max_width = config.max_blocks // config.layout.blocks_per_page
+        if not 1 <= width <= max_width:
+            raise ValueError(
+                f"block_table: must have 1..{max_width} columns (max_seq_len={config.max_seq_len} in pages of "
+                f"{config.layout.page_size}), has {width}"
+            )
+        if seq_lens.shape[0] != num_requests:
+            raise ValueError(f"seq_lens: must have {num_requests} entries like block_table, has {seq_lens.shape[0]}")
+        self._engine.plan(slot, block_table, seq_lens, query_len)
+        self._generations[slot] += 1
+        plan = DecodePlan(slot, self._generations[slot], num_requests, query_len, width * config.layout.blocks_per_page)
+        self._plans[slot] = plan
+        return plan
+
+    # ---- once per layer ----
+
+    def decode(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *, allow_padding: bool = False
+    ) -> torch.Tensor:
+        """Write the picked block ids of one layer. No allocation, no synchronisation, safe inside a graph capture.
+
+        Parameters
+        ----------
+        plan : DecodePlan
+            The slot's current plan.
+        q : torch.Tensor
+            [T, H, 128] index queries, bf16 for a bf16 cache, else e4m3fn; last stride 1, others multiples of 16 bytes.
+            ``T = B * query_len``, request-major.
+        cache : torch.Tensor
+            The layer's index-K cache in the indexer's layout.
+        out : torch.Tensor
+            int32 [T, H, topk] (``thk``) or [H, T, topk] (``htk``), any strides with last stride 1. Receives
+            ``min(topk, n)`` distinct block ids a row, then -1.
+        allow_padding : bool
+            Accept ``T > B * query_len``; the rows beyond stay untouched.
+
+        Returns
+        -------
+        torch.Tensor
+            ``out``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument, before anything is launched.
+        StalePlanError
+            When the slot was planned again since.
+        """
+        if torch.compiler.is_compiling():
+            torch.ops.blockpick.decode_pick(q, cache, out, self._handles[plan.slot], allow_padding)
+            return out
+        if self._plans[plan.slot] is not plan:
+            raise StalePlanError(
+                f"plan: generation {plan.generation} of slot {plan.slot}, which now holds generation "
+                f"{self._generations[plan.slot]}. Use another slot for a batch in flight (slots={self.config.slots})."
+            )
+        self._check_decode(plan, q, cache, out, allow_padding)
+        self._engine.run(plan, q, cache, out if self.config.out_layout == "thk" else out.transpose(0, 1))
+        self._decode_calls += 1
+        return out
+
+    def scores(self, plan: DecodePlan) -> torch.Tensor:
+        """Block scores of the slot's last decode, for tests and debugging.
+
+        Returns
+        -------
+        torch.Tensor
+            fp32 view [B, query_len, H, blocks]. Entries of invisible blocks, and of requests that needed no scores, are
+            undefined.
+        """
+        return self._engine.scores(plan)
+
+    def _check_decode(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, allow_padding: bool
+    ) -> None:
+        config = self.config
+        check_tensor("q", q, config.layout.query_dtype, 3, self.device, f"[T, {config.num_heads}, {HEAD_DIM}]")
+        rows = plan.num_requests * plan.query_len
+        if q.shape[1] != config.num_heads or q.shape[2] != HEAD_DIM:
+            raise ValueError(f"q: must be [T, {config.num_heads}, {HEAD_DIM}], has shape {list(q.shape)}")
+        if q.shape[0] < rows or (q.shape[0] > rows and not allow_padding):
+            raise ValueError(
+                f"q: must have {rows} rows ({plan.num_requests} requests * query_len {plan.query_len}), has {q.shape[0]}"
+                + ("" if allow_padding or q.shape[0] < rows else "; pass allow_padding=True for a padded batch")
+            )
+        check_last_stride("q", q)
+        check_aligned("q", q, 16)
+        config.layout.check(cache)
+        if cache.device != self.device:
+            raise ValueError(f"cache: must be on {self.device}, is on {cache.device}")
+        check_tensor("out", out, torch.int32, 3, self.device, config.out_layout)
+        expected = (q.shape[0], config.num_heads, config.topk)
+        if config.out_layout == "htk":
+            expected = (config.num_heads, q.shape[0], config.topk)
+        if tuple(out.shape) != expected:
+            raise ValueError(f"out: must have shape {list(expected)} ({config.out_layout}), has {list(out.shape)}")
+        check_last_stride("out", out)
+
+
+def _make_engine(
+    config: IndexerConfig, device: torch.device, backend: str, allow_jit: bool, arch: str | None
+) -> tuple[DecodeEngine, str, str]:
+    """The engine, its route, and why."""
+    if backend == "reference" or (backend == "auto" and device.type == "cpu"):
+        from .testing.engine import ReferenceEngine
+
+        reason = "asked for" if backend == "reference" else "CPU tensors; generated kernels need a GPU or backend='interpreter'"
+        return ReferenceEngine(config, device), "reference", reason
+    if backend == "interpreter":
+        if device.type != "cpu":
+            raise UnsupportedConfigError(f"Indexer: backend='interpreter' runs on CPU tensors, device is {device}")
+        from .manifest import installed_packages
+
+        chosen = arch or next(iter(sorted(installed_packages())), "none")
+        return KernelEngine(config, device, None, chosen, "interpreter"), "interpreter", f"asked for, sources of {chosen}"
+    if device.type == "cpu":
+        raise UnsupportedArchError(f"Indexer: backend={backend!r} needs a GPU, device is cpu")
+    info = describe(device)
+    route, reason = (backend, "asked for") if backend in ("aot", "jit") else pick_route(info, allow_jit)
+    return KernelEngine(config, device, info, info.arch, route), route, f"{info.name} is {info.arch}; {reason}"
+
+
+def find_slot(handle: int) -> tuple[Indexer, DecodePlan]:
+    """The indexer and current plan behind a handle.
+
+    Raises
+    ------
+    ValueError
+        When the handle is unknown, its indexer is gone, or its slot was never planned.
+    """
+    reference, slot = _SLOTS.get(handle, (None, 0))
+    indexer = reference() if reference is not None else None
+    if indexer is None:
+        raise ValueError(f"handle: {handle} belongs to no live Indexer")
+    plan = indexer._plans[slot]
+    if plan is None:
+        raise ValueError(f"handle: slot {slot} of the indexer has no plan; call plan_decode first")
+    return indexer, plan

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged index-K cache: bytes, shapes, strides, and the byte range of a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import UnsupportedConfigError
+
+BLOCK_TOKENS = 128
+HEAD_DIM = 128
+CACHE_DTYPES = ("bf16", "e4m3fn", "nvfp4")
+TOKEN_BYTES = {"bf16": 256, "e4m3fn": 128, "nvfp4": 72}
+PAGE_SIZES = (128, 256)
+SHARDS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Layout of one layer's index-K cache (one head of 128 dims).
+
+    Parameters
+    ----------
+    dtype : {"bf16", "e4m3fn", "nvfp4"}
+        ``bf16`` and ``e4m3fn`` store a token's 128 values in a row. ``nvfp4`` stores segments of up to 128 tokens: 64
+        code bytes a token (low nibble = even dim), then 8 e4m3 scales a token, one per 16 dims; no global scale.
+    page_size : {128, 256}
+        Tokens of one page of the block table.
+    shards : {1, 2, 4, 8}
+        Ranks over which every page is spread; rank r stores rows ``[r * page_rows, (r + 1) * page_rows)``.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        For any other value.
+
+    Notes
+    -----
+    The NVFP4 page is the one of vLLM's MiniMax M3 index cache: 8192 code bytes and 1024 scale bytes for 128 tokens.
+    """
+
+    dtype: str
+    page_size: int = 128
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("dtype", self.dtype, CACHE_DTYPES), ("page_size", self.page_size, PAGE_SIZES), ("shards", self.shards, SHARDS),
+        ):  # fmt: skip
+            if value not in allowed:
+                raise UnsupportedConfigError(
+                    f"CacheLayout: {name}={value!r} is not supported; supported: {', '.join(map(str, allowed))}"
+                )
+
+    @property
+    def page_rows(self) -> int:
+        """Tokens of a page that one rank stores."""
+        return self.page_size // self.shards
+
+    @property
+    def segment_rows(self) -> int:
+        """Tokens that are stored as one run of codes and scales."""
+        return min(self.page_rows, BLOCK_TOKENS)
+
+    @property
+    def blocks_per_page(self) -> int:
+        """128-token blocks of one page."""
+        return self.page_size // BLOCK_TOKENS
+
+    @property
+    def page_bytes(self) -> int:
+        """Payload bytes of one stored page."""
+        return self.page_rows * TOKEN_BYTES[self.dtype]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Element type of the cache tensor."""
+        return {"bf16": torch.bfloat16, "e4m3fn": torch.float8_e4m3fn, "nvfp4": torch.uint8}[self.dtype]
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """Element type of the index queries that score this cache."""
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float8_e4m3fn
+
+    @property
+    def row_elements(self) -> int:
+        """Size of the cache tensor's last dimension."""
+        return 72 if self.dtype == "nvfp4" else HEAD_DIM
+
+    def shape(self, num_pages: int) -> tuple[int, int, int]:
+        """Shape of a cache of ``num_pages`` pages."""
+        return num_pages, self.page_rows, self.row_elements
+
+    def empty(self, num_pages: int, device: torch.device | str) -> torch.Tensor:
+        """Allocate an uninitialised cache ``[num_pages, page_rows, 128 or 72]`` on ``device``."""
+        return torch.empty(self.shape(num_pages), dtype=self.torch_dtype, device=device)
+
+    def page_range(self, cache: torch.Tensor, page: int) -> tuple[int, int]:
+        """Byte range ``(offset, size)`` of a stored page, relative to the cache's first byte: one run, to be moved whole."""
+        self.check(cache)
+        if not 0 <= page < cache.shape[0]:
+            raise ValueError(f"page: {page} is outside the cache of {cache.shape[0]} pages")
+        return page * page_stride_bytes(cache), self.page_bytes
+
+    def check(self, cache: torch.Tensor) -> None:
+        """Raise ``TypeError`` or ``ValueError`` naming ``cache`` unless the tensor has this layout.
+
+        The page interior must be dense; the page stride may be padded to any multiple of 16 bytes.
+        """
+        if not isinstance(cache, torch.Tensor):
+            raise TypeError(f"cache: must be a torch.Tensor, is {type(cache).__name__}")
+        if cache.dtype != self.torch_dtype:
+            raise TypeError(f"cache: dtype must be {self.torch_dtype} for {self.dtype}, is {cache.dtype}")
+        if cache.dim() != 3 or cache.shape[1:] != self.shape(1)[1:]:
+            raise ValueError(
+                f"cache: shape must be [pages, {self.page_rows}, {self.row_elements}] for page_size {self.page_size} and "
+                f"shards {self.shards}, is {list(cache.shape)}"
+            )
+        if cache.shape[0] < 1:
+            raise ValueError("cache: must hold at least one page")
+        if cache.stride(2) != 1 or cache.stride(1) != self.row_elements:
+            raise ValueError(
+                f"cache: a page's interior must be dense (strides [*, {self.row_elements}, 1]), is {list(cache.stride())}"
+            )
+        stride = page_stride_bytes(cache)
+        if cache.shape[0] > 1 and (stride < self.page_bytes or stride % 16):
+            raise ValueError(
+                f"cache: page stride must be a multiple of 16 bytes and at least {self.page_bytes}, is {stride}"
+            )
+        if cache.data_ptr() % 16:
+            raise ValueError("cache: must start at a multiple of 16 bytes")
+
+
+def page_stride_bytes(cache: torch.Tensor) -> int:
+    """Distance of two pages in bytes."""
+    return cache.stride(0) * cache.element_size()

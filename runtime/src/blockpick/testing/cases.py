@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode cases with everything a kernel may not touch poisoned, and the check that a run of one obeys the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..indexer import Indexer
+from ..layout import BLOCK_TOKENS, CacheLayout
+from .reference import block_scores, insert_reference, query_positions, select_blocks
+
+SENTINEL = -77
+# Largest error of a score, relative to the sum of |q| * |k| over the dims: fp32 accumulation of 128 exact products.
+SCORE_TOLERANCE = {"bf16": 2e-6, "e4m3fn": 2e-6, "nvfp4": 2e-6}
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """One decode batch: shapes, options, and what its keys and queries look like.
+
+    ``data``: ``normal``; ``integer`` (small integers: every partial sum is exact, so ids must equal the oracle's, and ties
+    abound); ``special`` (normal, with NaN, infinities and whole NaN blocks).
+    """
+
+    name: str
+    dtype: str
+    seq_lens: tuple[int, ...]
+    page_size: int = 128
+    num_heads: int = 1
+    query_len: int = 1
+    topk: int = 16
+    init_blocks: int = 0
+    local_blocks: int = 1
+    order: str = "score"
+    out_layout: str = "thk"
+    empty_row: str = "minus_one"
+    rounding: str | None = None
+    data: str = "normal"
+    extra_width: int = 1
+    page_padding: int = 0
+    seed: int = 0
+
+    def layout(self) -> CacheLayout:
+        """The cache layout of the case."""
+        return CacheLayout(self.dtype, self.page_size)
+
+    def options(self) -> dict[str, object]:
+        """Constructor options of an indexer for the case."""
+        width = max(-(-max(self.seq_lens) // self.page_size), 1) + self.extra_width
+        return {
+            "num_heads": self.num_heads, "topk": self.topk, "init_blocks": self.init_blocks,
+            "local_blocks": self.local_blocks, "order": self.order, "out_layout": self.out_layout,
+            "empty_row": self.empty_row, "nvfp4_rounding": self.rounding, "max_requests": len(self.seq_lens),
+            "max_query_len": self.query_len, "max_seq_len": width * self.page_size,
+        }  # fmt: skip
+
+
+@dataclass
+class DecodeBatch:
+    """Tensors of a case. ``out`` is a view into ``out_storage``, which is all sentinel."""
+
+    cache: torch.Tensor
+    q: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    out_storage: torch.Tensor
+    pages_used: list[int] = field(default_factory=list)
+
+    def to(self, device: torch.device | str) -> DecodeBatch:
+        """The batch on another device, with the same strides."""
+        storage = self.out_storage.to(device)
+        out = torch.as_strided(storage, self.out.shape, self.out.stride(), self.out.storage_offset())
+        whole = torch.as_strided(self.cache, (self.cache.shape[0] * self.cache.stride(0),), (1,)).to(device)
+        cache = torch.as_strided(whole, self.cache.shape, self.cache.stride())
+        q, table, lens = self.q.to(device), self.block_table.to(device), self.seq_lens.to(device)
+        return DecodeBatch(cache, q, table, lens, out, storage, self.pages_used)
+
+
+def poison(cache: torch.Tensor, layout: CacheLayout) -> None:
+    """Fill a cache with bytes that make every score they enter NaN or huge."""
+    fill = {"bf16": float("nan"), "e4m3fn": float("nan"), "nvfp4": 0x7F}[layout.dtype]
+    cache.fill_(fill)
+
+
+def random_values(shape: tuple[int, ...], data: str, generator: torch.Generator) -> torch.Tensor:
+    """Keys or queries as fp32."""
+    if data == "integer":
+        return torch.randint(-2, 3, shape, generator=generator).float()
+    values = torch.randn(shape, generator=generator)
+    if data == "special":
+        mask = torch.rand(shape, generator=generator)
+        values[mask < 2e-4] = float("nan")
+        values[(mask >= 2e-4) & (mask < 4e-4)] = float("inf")
+        values[(mask >= 4e-4) & (mask < 6e-4)] = -float("inf")
+    return values
+
+
+def build(case: DecodeCase) -> DecodeBatch:
+    """Tensors of ``case`` on the CPU: used tokens written, all else poisoned, table tails garbage."""
+    generator = torch.Generator().manual_seed(case.seed)
+    layout = case.layout()
+    width = case.options()["max_seq_len"] // case.page_size  # type: ignore[operator]
+    counts = [-(-max(length, 0) // case.page_size) for length in case.seq_lens]
+    pool = sum(counts) + 3
+    shape = layout.shape(pool)
+    row = layout.row_elements * layout.page_rows
+    stride = row + case.page_padding // layout.torch_dtype.itemsize
+    whole = torch.empty(pool * stride, dtype=layout.torch_dtype)
+    cache = torch.as_strided(whole, shape, (stride, layout.row_elements, 1))
+    poison(whole, layout)
+    order = torch.randperm(pool, generator=generator).tolist()
+    table = torch.randint(-(2**31), 2**31 - 1, (len(counts), width + 2), generator=generator).int()
+    used = []
+    for b, (count, length) in enumerate(zip(counts, case.seq_lens, strict=True)):
+        pages, order = order[:count], order[count:]
+        used += pages
+        table[b, :count] = torch.tensor(pages, dtype=torch.int32)
+        keys = random_values((max(length, 0), 128), case.data, generator)
+        if case.data == "special" and length > 5 * BLOCK_TOKENS:
+            keys[BLOCK_TOKENS : 2 * BLOCK_TOKENS] = float("nan")
+        if case.data == "integer" and length > 4 * BLOCK_TOKENS:  # blocks 1 and 3 tie in every query
+            keys[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS] = keys[BLOCK_TOKENS : 2 * BLOCK_TOKENS]
+        page = torch.tensor(pages, dtype=torch.int64).repeat_interleave(case.page_size)[: len(keys)]
+        slots = page * case.page_size + torch.arange(len(keys)) % case.page_size
+        insert_reference(layout, cache, keys.bfloat16(), slots)
+    tokens = len(counts) * case.query_len
+    q = random_values((tokens, case.num_heads, 128), "integer" if case.data == "integer" else "normal", generator)
+    out, storage = sentinel_output(case, tokens)
+    lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+    return DecodeBatch(cache, q.to(layout.query_dtype), table[:, :width], lens, out, storage, used)
+
+
+def sentinel_output(case: DecodeCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output view with gaps after every row, in a storage of sentinels."""
+    outer, inner = (tokens, case.num_heads) if case.out_layout == "thk" else (case.num_heads, tokens)
+    storage = torch.full(((outer + 2) * (inner + 1) * (case.topk + 3),), SENTINEL, dtype=torch.int32)
+    row = case.topk + 3
+    return torch.as_strided(storage, (outer, inner, case.topk), ((inner + 1) * row, row, 1), (inner + 1) * row), storage
+
+
+def check_batch(case: DecodeCase, indexer: Indexer, batch: DecodeBatch) -> None:
+    """Run ``batch`` and raise ``AssertionError`` with a reproducer unless everything holds.
+
+    Selection must equal the oracle's on the run's own scores; scores must match float64; a repeat must give the same
+    bits; nothing beyond the output's rows may change. On integer data ids must equal the oracle's outright.
+    """
+    label = f"{case} on {indexer.route}"
+    plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=case.query_len)
+    indexer.decode(plan, batch.q, batch.cache, batch.out)
+    first = batch.out.clone()
+    indexer.decode(plan, batch.q, batch.cache, batch.out)
+    assert torch.equal(first, batch.out), f"{label}: a repeat run differs"
+    scores = indexer.scores(plan).cpu()
+
+    ids = batch.out if case.out_layout == "thk" else batch.out.transpose(0, 1)
+    ids = ids.cpu().reshape(len(case.seq_lens), case.query_len, case.num_heads, case.topk)
+    rounding = rounding_of(indexer, case)
+    cpu = batch.to("cpu")
+    oracle = block_scores(case.layout(), cpu.cache, cpu.q, cpu.block_table, cpu.seq_lens, case.query_len, rounding)
+    table_tokens = cpu.block_table.shape[1] * case.page_size
+    positions = query_positions(cpu.seq_lens, case.query_len, table_tokens)
+    options = (case.topk, case.init_blocks, case.local_blocks, case.order, case.empty_row)
+    for b in range(len(case.seq_lens)):
+        scored = case.order == "score" or int(positions[b, -1]) // BLOCK_TOKENS + 1 > case.topk
+        for i in range(case.query_len):
+            position = int(positions[b, i])
+            for h in range(case.num_heads):
+                where = f"{label}: request {b}, query {i}, head {h}"
+                own = scores[b, i, h] if scored else torch.zeros(scores.shape[-1])
+                expected = select_blocks(own, position, *options)
+                assert ids[b, i, h].tolist() == expected, f"{where}: ids {ids[b, i, h].tolist()}, on its scores {expected}"
+                if case.data == "integer":
+                    expected = select_blocks(oracle[b, i, h].float(), position, *options)
+                    assert ids[b, i, h].tolist() == expected, f"{where}: ids {ids[b, i, h].tolist()}, oracle {expected}"
+            if scored and position >= 0:
+                check_scores(case, scores[b, i], oracle[b, i], position // BLOCK_TOKENS + 1, f"{label}: request {b}, query {i}")
+    batch.out.fill_(SENTINEL)
+    assert bool((batch.out_storage == SENTINEL).all()), f"{label}: something beyond the output's rows was written"
+
+
+def rounding_of(indexer: Indexer, case: DecodeCase) -> str:
+    """The NVFP4 rounding that an indexer runs with."""
+    for choice in indexer.choices:
+        if choice.role == "decode_score":
+            return str(choice.variant.axes["rounding"])
+    return case.rounding or "exact"
+
+
+def check_scores(case: DecodeCase, scores: torch.Tensor, oracle: torch.Tensor, blocks: int, where: str) -> None:
+    """Compare fp32 [H, blocks] with float64: NaN and infinities alike, numbers within the tolerance."""
+    got, want = scores[:, :blocks].double(), oracle[:, :blocks]
+    assert torch.equal(got.isnan(), want.isnan()), f"{where}: NaN blocks differ: {got.isnan()} against {want.isnan()}"
+    finite = want.isfinite()
+    assert torch.equal(got[~finite & ~want.isnan()], want[~finite & ~want.isnan()]), f"{where}: infinities differ"
+    if finite.any():
+        scale = want[finite].abs().max().clamp(min=1.0) * 16
+        error = float(((got - want)[finite].abs() / scale).max())
+        assert error <= SCORE_TOLERANCE[case.dtype], f"{where}: score error {error:.2e} > {SCORE_TOLERANCE[case.dtype]:.0e}"
+
+
+def run_case(case: DecodeCase, make_indexer: Callable[..., Indexer], device: torch.device | str) -> Indexer:
+    """Build ``case``, make its indexer with ``make_indexer(layout, **options)``, check; returns the indexer."""
+    indexer = make_indexer(case.layout(), **case.options())
+    check_batch(case, indexer, build(case).to(device))
+    return indexer
