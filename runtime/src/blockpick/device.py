@@ -14,9 +14,24 @@ from .errors import BlockpickError, UnsupportedArchError
 
 
 @functools.cache
+def _found() -> tuple[dict[str, Any], dict[str, str]]:
+    backends, failures = {}, {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            backends[point.name] = point.load()()
+        except ImportError as error:  # its vendor binding is missing: the other backends still serve
+            failures[point.name] = str(error)
+    return backends, failures
+
+
 def installed_backends() -> dict[str, Any]:
     """Every installed backend by entry point name; importing one needs neither a driver nor a device."""
-    return {point.name: point.load()() for point in entry_points(group=ENTRY_POINT_GROUP)}
+    return _found()[0]
+
+
+def broken_backends() -> dict[str, str]:
+    """Installed backends that could not be imported, with the reason."""
+    return _found()[1]
 
 
 def binary_loader(vendor: str) -> BinaryLoader | None:
@@ -45,9 +60,11 @@ def describe(device: torch.device) -> DeviceInfo:
     vendor = torch_vendor()
     loader = binary_loader(vendor)
     if loader is None:
+        broken = broken_backends()
+        state = f"cannot be imported ({broken[vendor]})" if vendor in broken else "is not installed"
         raise UnsupportedArchError(
-            f"device {device}: blockpick-{vendor} is not installed; installed backends: "
-            f"{', '.join(sorted(installed_backends())) or 'none'}. Install blockpick-{vendor}."
+            f"device {device}: blockpick-{vendor} {state}; usable backends: "
+            f"{', '.join(sorted(installed_backends())) or 'none'}. Install blockpick-{vendor} with its dependencies."
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     return _described(vendor)[index]

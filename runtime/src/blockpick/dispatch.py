@@ -65,7 +65,8 @@ def find_package(arch: str) -> KernelPackage:
 
 def runnable(route: str) -> Callable[[InstalledVariant], str | None]:
     """For a route, a predicate that says why a variant can't take it (None when it can)."""
-    languages = {"aot": ("triton", "gluon", "cuda"), "jit": ("triton", "gluon"), "interpreter": ("triton",)}[route]
+    # Gluon's language still changes with every Triton release: only binaries of the build's own Triton are trusted
+    languages = {"aot": ("triton", "gluon", "cuda"), "jit": ("triton",), "interpreter": ("triton",)}[route]
     return lambda v: None if v.language in languages else f"{v.language} source, route {route} takes {', '.join(languages)}"
 
 

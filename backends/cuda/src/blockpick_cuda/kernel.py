@@ -33,6 +33,7 @@ class CudaLaunch:
         self._name = binary.name
         self._function = function
         self._packed = packed
+        self._grid, self._stream = 1, 0
         self._config = config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = 1, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = binary.threads, 1, 1
@@ -46,9 +47,10 @@ class CudaLaunch:
     def __call__(self, grid: int, stream: int, *dynamic: Value) -> None:
         """Launch ``grid`` blocks on ``stream``."""
         self._packed.fill(dynamic)
-        config = self._config
-        config.gridDimX = grid
-        config.hStream = stream
-        code = driver.cuLaunchKernelEx(config, self._function, self._packed.address, 0)[0]
+        if grid != self._grid:  # setting a field of the binding's struct costs as much as packing the arguments
+            self._config.gridDimX = self._grid = grid
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        code = driver.cuLaunchKernelEx(self._config, self._function, self._packed.address, 0)[0]
         if code:
             raise DriverError(int(code), code.name, f"cuLaunchKernelEx({self._name}, grid {grid})")

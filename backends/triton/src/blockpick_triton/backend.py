@@ -31,6 +31,7 @@ class TritonBackend:
         """
         triton = _import_triton(interpret=False)
         from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
 
         function = load_function(source)
         kind, number = ("hip", arch) if arch.startswith("gfx") else ("cuda", int(arch.removeprefix("sm")))
@@ -38,12 +39,8 @@ class TritonBackend:
         attrs = {
             (function.arg_names.index(name),): [["tt.divisibility", n]] for name, n in source.divisible.items()
         }
-        if source.language == "gluon":
-            from triton.experimental.gluon._runtime import GluonASTSource as Source
-        else:
-            from triton.compiler import ASTSource as Source
         compiled = triton.compile(
-            Source(function, signature, constexprs=dict(source.constexprs), attrs=attrs),
+            ASTSource(function, signature, constexprs=dict(source.constexprs), attrs=attrs),
             target=GPUTarget(kind, number, source.warp_size), options=dict(source.options),
         )  # fmt: skip
         metadata = compiled.metadata

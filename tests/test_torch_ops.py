@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.blockpick: opcheck, full-graph compilation, handles."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from blockpick import CacheLayout
+from blockpick.testing.cases import DecodeCase, build
+
+DISPATCH_TESTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def planned(executor, dtype):
+    """An indexer with a plan, its batch, and the ids of a direct decode."""
+    case = DecodeCase("ops", dtype, (2500, 700), data="integer")
+    indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
+    plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)
+    out = torch.full((2, 1, 16), -7, dtype=torch.int32, device=executor.device)
+    indexer.decode(plan, batch.q, batch.cache, out)
+    return indexer, plan, batch, out
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "nvfp4"])
+def test_opcheck_decode_pick(one_executor, dtype):
+    """All of opcheck for bf16; its schema test does arithmetic on the arguments, which torch lacks for float8."""
+    indexer, _, batch, expected = planned(one_executor, dtype)
+    out = torch.empty_like(expected)
+    tests = ("test_schema", *DISPATCH_TESTS) if dtype == "bf16" else DISPATCH_TESTS
+    torch.library.opcheck(
+        torch.ops.blockpick.decode_pick, (batch.q, batch.cache, out, indexer.handle()), test_utils=tests
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "nvfp4"])
+def test_opcheck_insert(one_executor, dtype):
+    layout = CacheLayout(dtype)
+    cache = layout.empty(2, one_executor.device)
+    cache.zero_()
+    keys = torch.randn(5, 128, device=one_executor.device).bfloat16()
+    slots = torch.tensor([0, 200, -1, 7, 255], device=one_executor.device)
+    # auto is the reference on the CPU; the kernels' own path is covered by test_insert
+    torch.library.opcheck(torch.ops.blockpick.insert, (keys, slots, cache, dtype, 128))
+
+
+def test_full_graph(one_executor):
+    """decode inside a compiled region becomes the op and needs no graph break."""
+    indexer, plan, batch, expected = planned(one_executor, "nvfp4")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, cache, out):
+        indexer.decode(plan, q + 0 if q.dtype == torch.bfloat16 else q, cache, out)
+        return out * 1
+
+    out = torch.empty_like(expected)
+    assert torch.equal(step(batch.q, batch.cache, out), expected)
+
+
+def test_handles(one_executor):
+    """A handle works while its indexer lives and has a plan; afterwards it is refused by number."""
+    indexer = one_executor.indexer(CacheLayout("bf16"), max_requests=1, max_seq_len=128)
+    handle = indexer.handle()
+    q = torch.zeros(1, 1, 128, dtype=torch.bfloat16, device=one_executor.device)
+    cache, out = CacheLayout("bf16").empty(1, one_executor.device), torch.empty(1, 1, 16, dtype=torch.int32, device=one_executor.device)
+    with pytest.raises(ValueError, match="no plan"):
+        torch.ops.blockpick.decode_pick(q, cache, out, handle)
+    del indexer
+    gc.collect()
+    with pytest.raises(ValueError, match=f"{handle} belongs to no live Indexer"):
+        torch.ops.blockpick.decode_pick(q, cache, out, handle)
