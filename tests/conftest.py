@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executors, requirements, and the account of exercised variants.
 
-An executor is one way to run the generated kernels: the interpreter over one architecture's sources on a machine without
-a GPU, ``aot`` and ``jit`` on a GPU. Tests take the fixture ``executor`` and don't know which one it is.
+An executor is one way to run the generated kernels: the interpreter over one architecture's sources on a machine
+without a GPU, ``aot`` and ``jit`` on a GPU. Tests take the fixture ``executor`` and don't know which one it is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ GENERATED = [ROOT / "backends" / vendor / "generated" for vendor in ("cuda", "ro
 if "BLOCKPICK_KERNEL_PATH" not in os.environ and GENERATED[0].exists():
     os.environ["BLOCKPICK_KERNEL_PATH"] = os.pathsep.join(map(str, GENERATED))
 
-import blockpick  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+import blockpick  # noqa: E402
 from blockpick.manifest import installed_packages  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -45,7 +46,9 @@ class Executor:
         EXERCISED.update(choice.variant.name for choice in indexer.choices)
         return indexer
 
-    def insert(self, layout: blockpick.CacheLayout, cache: torch.Tensor, *tensors: torch.Tensor, **options: Any) -> None:
+    def insert(
+        self, layout: blockpick.CacheLayout, cache: torch.Tensor, *tensors: torch.Tensor, **options: Any
+    ) -> None:
         """Insert on this executor."""
         blockpick.insert(layout, cache, *tensors, backend=self.backend, arch=self.arch, **options)
         arch = self.arch or blockpick.device.describe(cache.device).arch

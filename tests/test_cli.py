@@ -9,9 +9,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
+
+from blockpick import Indexer
 from blockpick.backend_api import DeviceInfo
 from blockpick.cli import demo, doctor, main
 from blockpick.cli.words import Embedding, default_source, hash_ngram, split_words, word_ngrams, word_vector
@@ -66,6 +69,7 @@ def test_queries_leave_asking_words_out() -> None:
     names, queries = embedding.queries(split_words("How is the telescope?").forms, 8)
     assert names == ["telescope"] and tuple(queries.shape) == (1, 128)
     assert embedding.queries(("how", "is"), 8)[0] == ["how", "is"]
+    assert embedding.queries(("telescope", "c"), 8)[0] == ["c"], "a word that the text lacks is no query"
 
 
 @pytest.mark.parametrize("has_topics", [True, False])
@@ -125,6 +129,18 @@ def test_demo_without_kernels_says_that_the_reference_ran(
     found = json.loads(capsys.readouterr().out)
     assert found["run"]["route"] == "reference" and "torch reference only" in found["run"]["why"]
     assert found["oracle"]["verdict"] == "not compared" and found["picks"][0]["block"] == PLANTED_BLOCK
+
+
+def test_differing_picks_are_a_tie_only_when_their_scores_are() -> None:
+    def outcome(ids: list[int], scores: list[float]) -> demo.Outcome:
+        return demo.Outcome(torch.tensor([ids]), torch.tensor([scores]), cast(Indexer, None))
+
+    oracle = outcome([2, 0], [5.0, 5.0, 9.0, 1.0])
+    assert demo.compare(oracle, oracle) == ("identical", [])
+    assert demo.compare(outcome([2, 1], []), oracle)[0] == "ties"
+    verdict, rows = demo.compare(outcome([2, 3], []), oracle)
+    assert verdict == "differs" and rows == [{"query": 0, "picked": [2, 3], "oracle": [2, 0], "tie": False}]
+    assert demo.compare(outcome([2, -1], []), oracle)[0] == "differs"
 
 
 # ---- doctor, variants ----

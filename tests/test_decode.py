@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, run_case
 
@@ -17,7 +18,8 @@ CONFORMANCE = [
                order=order, page_size=page, rounding=rounding, data="integer")
     for dtype, rounding in CACHES
     for heads, query_len, topk, order, page in (
-        (2, 2, 16, "score", 128), (4, 5, 16, "local_last", 256), (1, 1, 40, "ascending", 128), (4, 1, 16, "local_last", 128),
+        (2, 2, 16, "score", 128), (4, 5, 16, "local_last", 256),
+        (1, 1, 40, "ascending", 128), (4, 1, 16, "local_last", 128),
     )
 ]  # fmt: skip
 
@@ -28,7 +30,8 @@ def test_conformance_of_every_target(any_executor, case):
 
 
 NUMERIC = [
-    DecodeCase(f"{dtype}-{rounding}-{data}", dtype, (3000, 1, 640), num_heads=2, query_len=2, rounding=rounding, data=data)
+    DecodeCase(f"{dtype}-{rounding}-{data}", dtype, (3000, 1, 640), num_heads=2, query_len=2, rounding=rounding,
+               data=data)
     for dtype, rounding in CACHES for data in ("normal", "special")
 ]  # fmt: skip
 
@@ -47,15 +50,21 @@ def test_long_rows_are_split_and_merged(one_executor):
 @pytest.mark.parametrize("padding", [16, 7168], ids=["16B", "to-16384B"])
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3fn", "nvfp4"])
 def test_padded_page_stride(executor, dtype, padding):
-    run_case(DecodeCase("padded", dtype, (2200,), page_padding=padding, data="integer"), executor.indexer, executor.device)
+    run_case(
+        DecodeCase("padded", dtype, (2200,), page_padding=padding, data="integer"), executor.indexer, executor.device
+    )
 
 
 @pytest.mark.parametrize("heads,query_len", [(1, 8), (2, 8), (4, 8)])
 def test_columns_share_one_numeric_family(one_executor, heads, query_len):
-    """A (query, block) score has the same bits alone and beside other heads and query slots, whatever variant serves."""
+    """A (query, block) score has the same bits alone and beside other heads and query slots, whatever variant
+    serves.
+    """
     for dtype, rounding in CACHES:
         data = "integer" if one_executor.backend == "interpreter" else "normal"  # numpy's sums depend on the shape
-        case = DecodeCase("family", dtype, (2500, 1400), num_heads=heads, query_len=query_len, rounding=rounding, data=data)
+        case = DecodeCase(
+            "family", dtype, (2500, 1400), num_heads=heads, query_len=query_len, rounding=rounding, data=data
+        )
         batch = build(case).to(one_executor.device)
         options = case.options()
         wide = one_executor.indexer(case.layout(), **options)
@@ -73,20 +82,26 @@ def test_columns_share_one_numeric_family(one_executor, heads, query_len):
 
 def test_slots_hold_independent_steps(executor):
     """Two batches in flight on one indexer give what each gives alone."""
-    cases = [DecodeCase("a", "nvfp4", (2500, 900), data="integer", seed=1), DecodeCase("b", "nvfp4", (2600, 400), data="integer", seed=2)]
+    cases = [
+        DecodeCase("a", "nvfp4", (2500, 900), data="integer", seed=1),
+        DecodeCase("b", "nvfp4", (2600, 400), data="integer", seed=2),
+    ]
     options = {**cases[1].options(), "slots": 2}
     indexer = executor.indexer(cases[0].layout(), **options)
     batches = [build(case).to(executor.device) for case in cases]
     width = min(batch.block_table.shape[1] for batch in batches)
     plans = [
-        indexer.plan_decode(b.block_table[:, :width], b.seq_lens, query_len=1, slot=slot) for slot, b in enumerate(batches)
+        indexer.plan_decode(b.block_table[:, :width], b.seq_lens, query_len=1, slot=slot)
+        for slot, b in enumerate(batches)
     ]
     for plan, batch in zip(plans, batches, strict=True):
         indexer.decode(plan, batch.q, batch.cache, batch.out)
     for case, batch in zip(cases, batches, strict=True):
         alone = executor.indexer(case.layout(), **options)
         out = torch.empty_like(batch.out)
-        alone.decode(alone.plan_decode(batch.block_table[:, :width], batch.seq_lens, query_len=1), batch.q, batch.cache, out)
+        alone.decode(
+            alone.plan_decode(batch.block_table[:, :width], batch.seq_lens, query_len=1), batch.q, batch.cache, out
+        )
         assert torch.equal(out, batch.out)
 
 

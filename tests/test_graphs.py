@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, check_batch
 
@@ -30,7 +31,9 @@ def capture(run):
 @pytest.mark.parametrize("dtype,rounding", CACHES)
 def test_replay_with_changing_lengths(executor, dtype, rounding):
     """Capture once at the padded batch, replay with new lengths, tables and queries; no synchronisation is called."""
-    case = DecodeCase("graph", dtype, (2500, 1, 0, 700, 3000), num_heads=2, query_len=2, rounding=rounding, data="integer")
+    case = DecodeCase(
+        "graph", dtype, (2500, 1, 0, 700, 3000), num_heads=2, query_len=2, rounding=rounding, data="integer"
+    )
     indexer = executor.indexer(case.layout(), **case.options())
     batch = build(case).to(executor.device)
     torch.cuda.set_sync_debug_mode("error")
@@ -60,7 +63,9 @@ def test_capture_of_a_plan_is_refused(executor):
 
 
 def test_outputs_outlive_their_references(executor):
-    """Capture, drop every reference but the persistent output, allocate 256 MiB, replay: right ids, nothing else written."""
+    """Capture, drop every reference but the persistent output, allocate 256 MiB, replay: right ids, nothing else
+    written.
+    """
     case = DecodeCase("persistent", "nvfp4", (2500, 3000), data="integer")
     indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
     plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)
@@ -138,7 +143,9 @@ def test_nothing_is_compiled_for_new_shapes(executor, monkeypatch):
 
 
 def test_host_time_per_launch(executor, record_property):
-    """Host time of one launch through the driver API, of an eager decode, and of the torch op; reported, with a ceiling."""
+    """Host time of one launch through the driver API, of an eager decode, and of the torch op; reported, with a
+    ceiling.
+    """
     case = DecodeCase("host", "nvfp4", (2500,))
     indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
     plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)

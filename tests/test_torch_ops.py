@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build
 
@@ -63,7 +64,10 @@ def test_handles(one_executor):
     indexer = one_executor.indexer(CacheLayout("bf16"), max_requests=1, max_seq_len=128)
     handle = indexer.handle()
     q = torch.zeros(1, 1, 128, dtype=torch.bfloat16, device=one_executor.device)
-    cache, out = CacheLayout("bf16").empty(1, one_executor.device), torch.empty(1, 1, 16, dtype=torch.int32, device=one_executor.device)
+    cache, out = (
+        CacheLayout("bf16").empty(1, one_executor.device),
+        torch.empty(1, 1, 16, dtype=torch.int32, device=one_executor.device),
+    )
     with pytest.raises(ValueError, match="no plan"):
         torch.ops.blockpick.decode_pick(q, cache, out, handle)
     del indexer

@@ -75,13 +75,21 @@ def count_table(matrix: Matrix) -> str:
 def compile_packages(matrix: Matrix, chosen: tuple[Variant, ...], root: Path, cache: Path, jobs: int) -> int:
     """Compile ``chosen``, refuse binaries that fail a gate, write all packages; prints resource figures on failure."""
     work = [make_job(matrix, variant) for variant in chosen]
-    columns = (TextColumn("compile"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        TextColumn("compile"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(work))
-        compiled = dict(
-            (job.name, folder)
-            for job, folder in compile_all(work, cache, jobs, lambda job: progress.update(task, advance=1, description=job.name))
-        )
+        compiled = {
+            job.name: folder
+            for job, folder in compile_all(
+                work, cache, jobs, lambda job: progress.update(task, advance=1, description=job.name)
+            )
+        }
     failures = Table("variant", "gate failed")
     for variant in chosen:
         facts = json.loads((compiled[variant.name] / "facts.json").read_text())
@@ -107,7 +115,9 @@ def check_packages(matrix: Matrix, root: Path, chosen: tuple[Variant, ...]) -> i
             problems.append(f"{arch}: no manifest; run `python -m blockpick_codegen compile`")
             continue
         manifest = json.loads((folder / "manifest.json").read_text())
-        problems += [f"{arch}: {error.message}" for error in jsonschema.Draft202012Validator(schema).iter_errors(manifest)]
+        problems += [
+            f"{arch}: {error.message}" for error in jsonschema.Draft202012Validator(schema).iter_errors(manifest)
+        ]
         expected = {v.name for v in matrix.variants if v.target == arch}
         if set(manifest["variants"]) != expected:
             problems.append(f"{arch}: variants differ from the definitions: {set(manifest['variants']) ^ expected}")

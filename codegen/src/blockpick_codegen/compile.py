@@ -47,18 +47,19 @@ class Job:
 
 
 def toolchain(language: str) -> dict[str, str]:
-    """Versions that the bytes of a ``language`` kernel depend on."""
+    """Versions that the bytes of a ``language`` kernel depend on; empty where only rendering is possible."""
     package = {"triton": "triton", "gluon": "triton", "cuda": "nvidia-cuda-nvrtc"}[language]
-    return {package: importlib.metadata.version(package)}
+    try:
+        return {package: importlib.metadata.version(package)}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
 
 
 def make_job(matrix: Matrix, variant: Variant) -> Job:
     """The compile job of one variant."""
     op, target = matrix.ops[variant.op], matrix.targets[variant.target]
     numbers = op.tuned(target.name, dict(variant.axes))
-    values = {
-        name: resolve(source, variant, op, target, numbers) for name, source in op.constexprs.items()
-    }
+    values = {name: resolve(source, variant, op, target, numbers) for name, source in op.constexprs.items()}
     return Job(
         name=variant.name,
         symbol=op.template.split(".")[0],
@@ -105,10 +106,8 @@ def compile_triton(job: Job, folder: Path) -> dict[str, Any]:
     source_path = folder / f"{job.symbol}.py"
     source_path.write_text(job.source)
     function = getattr(load_source(job.symbol, source_path), job.symbol)
-    signature = dict(job.signature) | {name: "constexpr" for name in job.constexprs}
-    attrs = {
-        (function.arg_names.index(name),): [["tt.divisibility", number]] for name, number in job.divisible.items()
-    }
+    signature = dict(job.signature) | dict.fromkeys(job.constexprs, "constexpr")
+    attrs = {(function.arg_names.index(name),): [["tt.divisibility", number]] for name, number in job.divisible.items()}
     make = GluonASTSource if job.language == "gluon" else ASTSource
     source = make(function, signature, constexprs=job.constexprs, attrs=attrs)
     target = GPUTarget(TRITON_BACKEND[job.vendor], job.arch, job.warp_size)

@@ -31,14 +31,20 @@ def _package_file(package: str, name: str) -> str:
 
 def _inspect_cubin(binary: Path, symbol: str) -> dict[str, Any]:
     usage = subprocess.run(
-        [_package_file("triton", "cuobjdump"), "--dump-resource-usage", str(binary)], check=True, capture_output=True, text=True
+        [_package_file("triton", "cuobjdump"), "--dump-resource-usage", str(binary)],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     found = re.search(rf"Function {re.escape(symbol)}:\s*(.*)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump reports no function {symbol}: {usage}")
     numbers = {key: int(value) for key, value in re.findall(r"([A-Z]+)(?:\[\d+\])?:(\d+)", found[1])}
     sass = subprocess.run(
-        [_package_file("nvidia-cuda-nvdisasm", "nvdisasm"), "-c", str(binary)], check=True, capture_output=True, text=True
+        [_package_file("nvidia-cuda-nvdisasm", "nvdisasm"), "-c", str(binary)],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     return {
         "registers": numbers["REG"],
@@ -83,7 +89,9 @@ def failed_gates(op: Op, target: Target, facts: dict[str, Any]) -> list[str]:
     if shared > target.limits["shared_bytes"]:
         failures.append(f"{shared} bytes of shared memory, {target.name} has {target.limits['shared_bytes']}")
     if resources["registers"] > target.limits["registers_per_thread"]:
-        failures.append(f"{resources['registers']} registers, {target.name} has {target.limits['registers_per_thread']}")
+        failures.append(
+            f"{resources['registers']} registers, {target.name} has {target.limits['registers_per_thread']}"
+        )
     if op.matrix and not any(m.startswith(target.mma_instructions) for m in resources["mma_shapes"]):
         failures.append(f"none of {', '.join(target.mma_instructions)} in it: {resources['mma_shapes'] or 'no MMA'}")
     if facts["global_scratch_bytes"]:

@@ -41,7 +41,7 @@ def variant_record(matrix: Matrix, variant: Variant, job: Job, source: Source, c
         "warp_size": target.warp_size,
         "source": f"sources/{source.name}",
         "source_sha256": sha256(source.text.encode()),
-        "toolchain": job.toolchain,
+        "toolchain": job.toolchain if compiled else {},
         "symbol": job.symbol,
         "num_warps": job.options["num_warps"],
         "shared_bytes": 0,

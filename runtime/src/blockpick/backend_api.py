@@ -7,6 +7,7 @@ Backends are found through the entry point group ``blockpick.backends``; the run
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -130,35 +131,34 @@ class PackedArguments:
     Raises
     ------
     TypeError
-        When ``fixed`` and ``dynamic`` are not exactly the kernel's arguments.
+        When ``fixed`` and ``dynamic`` are not exactly the kernel's arguments, or numbers come before pointers.
     """
 
     def __init__(
         self, arguments: Sequence[Argument], trailing: int, fixed: Mapping[str, Value], dynamic: Sequence[str]
     ) -> None:
         values, positions = ordered_arguments(arguments, fixed, dynamic)
-        count = max(len(values) + trailing, 1)
+        pointers = [arguments[position].is_pointer for position in positions]
+        if pointers != sorted(pointers, reverse=True):
+            raise TypeError(f"name dynamic pointers before dynamic numbers: {', '.join(dynamic)}")
+        self._num_pointers = sum(pointers)
         self._keep = values
-        self._slots = (ctypes.c_int64 * count)()
+        # dynamic values first, in one run, so that a launch packs them with one call
+        order = positions + [i for i in range(len(values) + trailing) if i not in positions]
+        place = {argument: slot for slot, argument in enumerate(order)}
+        self._slots = (ctypes.c_int64 * max(len(order), 1))()
         for position, value in enumerate(values):
             if value is not None:
-                self._slots[position] = value.data_ptr() if arguments[position].is_pointer else value
+                self._slots[place[position]] = value.data_ptr() if arguments[position].is_pointer else value
         base = ctypes.addressof(self._slots)
-        self._addresses = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
+        self._addresses = (ctypes.c_void_p * max(len(order), 1))(*(base + 8 * place[i] for i in range(len(order))))
         self.address = ctypes.addressof(self._addresses)
-        self._pointers = [position for position in positions if arguments[position].is_pointer]
-        self._numbers = [position for position in positions if not arguments[position].is_pointer]
-        if positions != self._pointers + self._numbers:
-            raise TypeError("name dynamic pointers before dynamic numbers")
+        self._pack = struct.Struct(f"{len(positions)}q").pack_into
 
     def fill(self, dynamic: Sequence[Value]) -> None:
         """Write one launch's dynamic values into their slots."""
-        slots, pointers = self._slots, self._pointers
-        split = len(pointers)
-        for position, value in zip(pointers, dynamic, strict=False):
-            slots[position] = value.data_ptr()
-        for position, value in zip(self._numbers, dynamic[split:], strict=True):
-            slots[position] = value
+        count = self._num_pointers
+        self._pack(self._slots, 0, *[tensor.data_ptr() for tensor in dynamic[:count]], *dynamic[count:])
 
 
 def ordered_arguments(

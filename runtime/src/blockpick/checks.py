@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import torch
 
+from .errors import UnsupportedArchError
+
 
 def check_tensor(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, dims: int, device: torch.device, what: str
 ) -> None:
-    """Raise unless ``tensor`` is a ``dims``-dimensional tensor of ``dtype`` on ``device``; ``what`` is its shape in words."""
+    """Raise unless ``tensor`` is a ``dims``-dimensional tensor of ``dtype`` on ``device``; ``what`` is its shape in
+    words.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor {what}, is {type(tensor).__name__}")
     if tensor.dtype != dtype:
@@ -44,11 +48,20 @@ def check_not_capturing(device: torch.device, call: str) -> None:
         raise RuntimeError(f"{call}: not allowed inside a graph capture; call it before the capture and every replay")
 
 
-
-
 def resolve_device(device: torch.device | str) -> torch.device:
-    """``device`` with its index filled in."""
+    """``device`` with its index filled in.
+
+    Raises
+    ------
+    UnsupportedArchError
+        When a GPU is asked for and torch sees none.
+    """
     resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedArchError(
+            f"device {device}: torch {torch.__version__} sees no GPU. Install a torch build for this machine's GPU, "
+            "or use device='cpu' (the reference, or backend='interpreter')."
+        )
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return resolved

@@ -55,7 +55,9 @@ class IndexerConfig:
         def between(name: str, low: int, high: int, unit: str = "") -> None:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise UnsupportedConfigError(f"Indexer: {name}={value!r} is not supported; supported: {low}..{high}{unit}")
+                raise UnsupportedConfigError(
+                    f"Indexer: {name}={value!r} is not supported; supported: {low}..{high}{unit}"
+                )
 
         one_of("num_heads", NUM_HEADS)
         one_of("order", ORDERS)

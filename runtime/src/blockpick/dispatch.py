@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the variant that serves a need: every answer carries its reason and every rejected alternative its own.
 
-Routes, in order: ``aot`` (the release binary of exactly this architecture), ``jit`` (the same generated source through an
-installed Triton, when the caller allows it), else a refusal. ``interpreter`` and ``reference`` run only when asked for.
+Routes, in order: ``aot`` (the release binary of exactly this architecture), ``jit`` (the same generated source through
+an installed Triton, when the caller allows it), else a refusal. ``interpreter`` and ``reference`` run only when asked
+for.
 """
 
 from __future__ import annotations
@@ -67,7 +68,13 @@ def runnable(route: str) -> Callable[[InstalledVariant], str | None]:
     """For a route, a predicate that says why a variant can't take it (None when it can)."""
     # Gluon's language still changes with every Triton release: only binaries of the build's own Triton are trusted
     languages = {"aot": ("triton", "gluon", "cuda"), "jit": ("triton",), "interpreter": ("triton",)}[route]
-    return lambda v: None if v.language in languages else f"{v.language} source, route {route} takes {', '.join(languages)}"
+
+    def reason(variant: InstalledVariant) -> str | None:
+        if variant.language not in languages:
+            return f"{variant.language} source, route {route} takes {', '.join(languages)}"
+        return "no binary in the package" if route == "aot" and variant.record["file"] is None else None
+
+    return reason
 
 
 def select(package: KernelPackage, role: str, needs: Sequence[Need], route: str, op: str | None = None) -> Choice:
@@ -116,29 +123,47 @@ def select(package: KernelPackage, role: str, needs: Sequence[Need], route: str,
     for other in accepted[1:]:
         why = "lower preference" if other.preference < best.preference else "larger than needed"
         rejected.append((other.name, f"{why}: {best.name} serves"))
-    reason = f"{route}: " + {
-        "aot": f"release binary for {package.arch}",
-        "jit": f"generated source for {package.arch}, compiled here",
-        "interpreter": f"generated source for {package.arch}, interpreted on the CPU",
-    }[route]
+    reason = (
+        f"{route}: "
+        + {
+            "aot": f"release binary for {package.arch}",
+            "jit": f"generated source for {package.arch}, compiled here",
+            "interpreter": f"generated source for {package.arch}, interpreted on the CPU",
+        }[route]
+    )
     return Choice(role, best, route, reason, tuple(rejected))
 
 
 def pick_route(device: DeviceInfo, allow_jit: bool) -> tuple[str, str]:
-    """The route on a present device and why: ``aot`` where its kernel package is installed, else ``jit``.
+    """The route on a present device and why: ``aot`` where its package holds binaries, else ``jit`` where allowed.
 
     Raises
     ------
     UnsupportedArchError
-        When neither is possible.
+        When no package is installed for the device.
+    KernelNotInstalledError
+        When the package holds sources only and ``allow_jit`` is False.
     """
-    if device.arch in installed_packages():
-        return "aot", f"kernels for {device.arch} are installed"
-    raise UnsupportedArchError(
-        f"{device.name} is {device.arch}: no kernel package for it. "
-        f"Installed: {', '.join(sorted(installed_packages())) or 'none'}."
-        + (" JIT needs the rendered sources of that package too." if allow_jit else "")
+    packages = installed_packages()
+    if device.arch not in packages:
+        raise UnsupportedArchError(
+            f"{device.name} is {device.arch}: no kernel package for it. "
+            f"Installed: {', '.join(sorted(packages)) or 'none'}. Install blockpick-kernels-{device.arch} if it exists."
+        )
+    package = packages[device.arch]
+    if package.has_binaries:
+        return "aot", f"binaries for {device.arch} are installed"
+    if allow_jit:
+        return "jit", f"the package for {device.arch} holds sources only, and allow_jit is set"
+    raise KernelNotInstalledError(
+        f"{device.name}: the package for {device.arch} in {package.folder} holds sources only. "
+        "Install its release wheel, or pass allow_jit=True to compile them here."
     )
+
+
+def interpreted_arch(arch: str | None) -> str:
+    """Whose sources to interpret: ``arch``, or the first installed."""
+    return arch or next(iter(sorted(installed_packages())), "none")
 
 
 @functools.cache

@@ -11,13 +11,15 @@ import torch
 
 from .checks import check_aligned, check_last_stride, check_not_capturing, check_tensor, resolve_device
 from .config import BACKENDS, IndexerConfig, Memory
-from .device import describe
-from .dispatch import Choice, pick_route
+from .device import binary_loader, describe, torch_vendor
+from .dispatch import Choice, interpreted_arch, pick_route
 from .errors import StalePlanError, UnsupportedArchError, UnsupportedConfigError
 from .layout import HEAD_DIM, CacheLayout
+from .manifest import installed_packages
 from .ops.decode_pick import DecodeEngine, KernelEngine
 from .plan import DecodePlan
 
+MAX_ACCEPTED = 256
 _HANDLES = itertools.count()
 _SLOTS: dict[int, tuple[weakref.ref[Indexer], int]] = {}  # handle -> (indexer, slot), for torch.ops.blockpick
 
@@ -41,8 +43,8 @@ class Indexer:
     max_requests, max_query_len, max_seq_len : int
         Maxima that size every buffer: requests of a batch, queries of a request (1..8), tokens of a request.
     order : {"score", "ascending", "local_last"}
-        Order of the ids of a row. ``local_last``: history by descending score, own block last; rows with at most ``topk``
-        blocks are 0..n-1.
+        Order of the ids of a row. ``local_last``: history by descending score, own block last; rows with at most
+        ``topk`` blocks are 0..n-1.
     out_layout : {"thk", "htk"}
         Whether ``out`` is [T, H, topk] or [H, T, topk].
     empty_row : {"minus_one", "block_zero"}
@@ -59,7 +61,8 @@ class Indexer:
     allow_jit : bool
         Whether ``auto`` may compile a package's sources when it holds no binaries.
     arch : str, optional
-        For ``interpreter``: whose sources to run (default: the first installed).
+        For ``interpreter``: whose sources to run (default: the first installed). For ``reference``: whose defaults
+        hold.
 
     Raises
     ------
@@ -78,15 +81,18 @@ class Indexer:
         device: torch.device | str = "cuda", backend: str = "auto", allow_jit: bool = False, arch: str | None = None,
     ) -> None:  # fmt: skip
         if backend not in BACKENDS:
-            raise UnsupportedConfigError(f"Indexer: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
+            raise UnsupportedConfigError(
+                f"Indexer: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}"
+            )
         self.config = IndexerConfig(
-            layout, num_heads, topk, init_blocks, local_blocks, max_requests, max_query_len, max_seq_len, order, out_layout,
-            empty_row, nvfp4_rounding, slots,
+            layout, num_heads, topk, init_blocks, local_blocks, max_requests, max_query_len, max_seq_len, order,
+            out_layout, empty_row, nvfp4_rounding, slots,
         )  # fmt: skip
         self.device = resolve_device(device)
         self._engine, self.route, self._reason = _make_engine(self.config, self.device, backend, allow_jit, arch)
         self._generations = [0] * self.config.slots
         self._plans: list[DecodePlan | None] = [None] * self.config.slots
+        self._accepted: dict[object, None] = {}  # facts of arguments that passed the checks
         self._decode_calls = 0
         self._handles = [next(_HANDLES) for _ in range(self.config.slots)]
         for slot, handle in enumerate(self._handles):
@@ -100,9 +106,17 @@ class Indexer:
         """The chosen variant of every role, with reasons and rejected alternatives."""
         return self._engine.choices
 
+    @property
+    def nvfp4_rounding(self) -> str:
+        """The rounding of NVFP4 products that runs here: ``exact``, ``e4m3``, or ``none`` for other caches."""
+        return self._engine.rounding
+
     def explain(self) -> str:
         """What runs and why, and every alternative with the reason against it."""
         lines = [f"route {self.route}: {self._reason}"]
+        if self.config.layout.dtype == "nvfp4":
+            asked = "asked for" if self.config.nvfp4_rounding else "the architecture's default"
+            lines.append(f"nvfp4_rounding {self.nvfp4_rounding}: {asked}")
         for choice in self.choices:
             lines.append(f"{choice.role}: {choice.variant.name} ({choice.reason})")
             lines += [f"  not {name}: {reason}" for name, reason in choice.rejected]
@@ -114,7 +128,12 @@ class Indexer:
 
     def stats(self) -> dict[str, Any]:
         """Route and call counts so far, kept on the host: no synchronisation."""
-        return {"route": self.route, "plans": sum(self._generations), "decode_calls": self._decode_calls, "fallbacks": 0}
+        return {
+            "route": self.route,
+            "plans": sum(self._generations),
+            "decode_calls": self._decode_calls,
+            "fallbacks": 0,
+        }
 
     def handle(self, slot: int = 0) -> int:
         """The number by which ``torch.ops.blockpick.decode_pick`` finds this indexer's slot and its current plan."""
@@ -219,7 +238,12 @@ class Indexer:
                 f"plan: generation {plan.generation} of slot {plan.slot}, which now holds generation "
                 f"{self._generations[plan.slot]}. Use another slot for a batch in flight (slots={self.config.slots})."
             )
-        self._check_decode(plan, q, cache, out, allow_padding)
+        facts = (plan.num_requests, plan.query_len, allow_padding, _facts(q), _facts(cache), _facts(out))
+        if facts not in self._accepted:
+            self._check_decode(plan, q, cache, out, allow_padding)
+            self._accepted[facts] = None
+            if len(self._accepted) > MAX_ACCEPTED:
+                self._accepted.pop(next(iter(self._accepted)))
         self._engine.run(plan, q, cache, out if self.config.out_layout == "thk" else out.transpose(0, 1))
         self._decode_calls += 1
         return out
@@ -245,7 +269,8 @@ class Indexer:
             raise ValueError(f"q: must be [T, {config.num_heads}, {HEAD_DIM}], has shape {list(q.shape)}")
         if q.shape[0] < rows or (q.shape[0] > rows and not allow_padding):
             raise ValueError(
-                f"q: must have {rows} rows ({plan.num_requests} requests * query_len {plan.query_len}), has {q.shape[0]}"
+                f"q: must have {rows} rows ({plan.num_requests} requests * query_len {plan.query_len}), has "
+                f"{q.shape[0]}"
                 + ("" if allow_padding or q.shape[0] < rows else "; pass allow_padding=True for a padded batch")
             )
         check_last_stride("q", q)
@@ -262,6 +287,13 @@ class Indexer:
         check_last_stride("out", out)
 
 
+def _facts(tensor: torch.Tensor) -> object:
+    """All that the checks ask of a tensor; cheaper to compare than to check."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+
+
 def _make_engine(
     config: IndexerConfig, device: torch.device, backend: str, allow_jit: bool, arch: str | None
 ) -> tuple[DecodeEngine, str, str]:
@@ -269,20 +301,34 @@ def _make_engine(
     if backend == "reference" or (backend == "auto" and device.type == "cpu"):
         from .testing.engine import ReferenceEngine
 
-        reason = "asked for" if backend == "reference" else "CPU tensors; generated kernels need a GPU or backend='interpreter'"
-        return ReferenceEngine(config, device), "reference", reason
+        reason = (
+            "asked for"
+            if backend == "reference"
+            else "CPU tensors; generated kernels need a GPU or backend='interpreter'"
+        )
+        return ReferenceEngine(config, device, _default_rounding(device, arch)), "reference", reason
     if backend == "interpreter":
         if device.type != "cpu":
             raise UnsupportedConfigError(f"Indexer: backend='interpreter' runs on CPU tensors, device is {device}")
-        from .manifest import installed_packages
-
-        chosen = arch or next(iter(sorted(installed_packages())), "none")
-        return KernelEngine(config, device, None, chosen, "interpreter"), "interpreter", f"asked for, sources of {chosen}"
-    if device.type == "cpu":
-        raise UnsupportedArchError(f"Indexer: backend={backend!r} needs a GPU, device is cpu")
+        chosen = interpreted_arch(arch)
+        return (
+            KernelEngine(config, device, None, chosen, "interpreter"),
+            "interpreter",
+            f"asked for, sources of {chosen}",
+        )
+    if device.type != "cuda":
+        raise UnsupportedArchError(f"Indexer: backend={backend!r} needs a GPU, device is {device}")
     info = describe(device)
     route, reason = (backend, "asked for") if backend in ("aot", "jit") else pick_route(info, allow_jit)
     return KernelEngine(config, device, info, info.arch, route), route, f"{info.name} is {info.arch}; {reason}"
+
+
+def _default_rounding(device: torch.device, arch: str | None) -> str:
+    """The NVFP4 rounding that kernels for ``arch`` or the device have by default; exact where neither is known."""
+    packages = installed_packages()
+    if arch is None and device.type == "cuda" and binary_loader(torch_vendor()) is not None:
+        arch = describe(device).arch
+    return packages[arch].nvfp4_rounding if arch in packages else "exact"
 
 
 def find_slot(handle: int) -> tuple[Indexer, DecodePlan]:

@@ -47,7 +47,8 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("dtype", self.dtype, CACHE_DTYPES), ("page_size", self.page_size, PAGE_SIZES), ("shards", self.shards, SHARDS),
+            ("dtype", self.dtype, CACHE_DTYPES), ("page_size", self.page_size, PAGE_SIZES),
+            ("shards", self.shards, SHARDS),
         ):  # fmt: skip
             if value not in allowed:
                 raise UnsupportedConfigError(
@@ -98,7 +99,9 @@ class CacheLayout:
         return torch.empty(self.shape(num_pages), dtype=self.torch_dtype, device=device)
 
     def page_range(self, cache: torch.Tensor, page: int) -> tuple[int, int]:
-        """Byte range ``(offset, size)`` of a stored page, relative to the cache's first byte: one run, to be moved whole."""
+        """Byte range ``(offset, size)`` of a stored page, relative to the cache's first byte: one run, to be moved
+        whole.
+        """
         self.check(cache)
         if not 0 <= page < cache.shape[0]:
             raise ValueError(f"page: {page} is outside the cache of {cache.shape[0]} pages")
@@ -115,14 +118,15 @@ class CacheLayout:
             raise TypeError(f"cache: dtype must be {self.torch_dtype} for {self.dtype}, is {cache.dtype}")
         if cache.dim() != 3 or cache.shape[1:] != self.shape(1)[1:]:
             raise ValueError(
-                f"cache: shape must be [pages, {self.page_rows}, {self.row_elements}] for page_size {self.page_size} and "
-                f"shards {self.shards}, is {list(cache.shape)}"
+                f"cache: shape must be [pages, {self.page_rows}, {self.row_elements}] for page_size {self.page_size} "
+                f"and shards {self.shards}, is {list(cache.shape)}"
             )
         if cache.shape[0] < 1:
             raise ValueError("cache: must hold at least one page")
         if cache.stride(2) != 1 or cache.stride(1) != self.row_elements:
             raise ValueError(
-                f"cache: a page's interior must be dense (strides [*, {self.row_elements}, 1]), is {list(cache.stride())}"
+                f"cache: a page's interior must be dense, strides [*, {self.row_elements}, 1]; they are "
+                f"{list(cache.stride())}"
             )
         stride = page_stride_bytes(cache)
         if cache.shape[0] > 1 and (stride < self.page_bytes or stride % 16):

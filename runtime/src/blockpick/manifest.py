@@ -43,7 +43,7 @@ class InstalledVariant:
     folder: Path
 
     def _read(self, key: str, digest: str) -> bytes:
-        path = self.folder / self.record[key]
+        path = self.folder / str(self.record[key])
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -91,6 +91,11 @@ class KernelPackage:
     folder: Path
     variants: tuple[InstalledVariant, ...]
 
+    @property
+    def has_binaries(self) -> bool:
+        """Whether the package was compiled, not only rendered."""
+        return any(variant.record["file"] for variant in self.variants)
+
 
 def read_package(folder: Path) -> KernelPackage:
     """Read the manifest in ``folder``.
@@ -131,5 +136,7 @@ def installed_packages() -> dict[str, KernelPackage]:
     for entry in os.environ.get(PATH_VARIABLE, "").split(os.pathsep):
         if entry:
             root = Path(entry)
-            folders += [root] if (root / "manifest.json").exists() else sorted(p.parent for p in root.glob("*/manifest.json"))
+            folders += (
+                [root] if (root / "manifest.json").exists() else sorted(p.parent for p in root.glob("*/manifest.json"))
+            )
     return {package.arch: package for package in map(read_package, folders)}

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from cuda.bindings import driver
+
 from blockpick.backend_api import DeviceInfo, KernelBinary
 from blockpick.errors import DriverError, ManifestError
-from cuda.bindings import driver
 
 from .kernel import CudaKernel
 
+# One carve-out for all kernels: a multiprocessor changes it only when idle, so a kernel that starts beside the
+# previous one (PDL) would otherwise find too little shared memory for its blocks and run in two waves.
+MAX_SHARED_CARVEOUT = 100  # per cent
 STATIC_SHARED_LIMIT = 48 * 1024  # a block gets more only when asked for
 
 
@@ -57,15 +61,17 @@ class CudaBackend:
                 driver.cuModuleGetFunction(module, binary.symbol.encode()), f"cuModuleGetFunction({binary.symbol})"
             )
             _check_parameters(function, binary)
+            _set(function, binary, "PREFERRED_SHARED_MEMORY_CARVEOUT", MAX_SHARED_CARVEOUT)
             if binary.shared_bytes > STATIC_SHARED_LIMIT:
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                check(
-                    driver.cuFuncSetAttribute(function, attribute, binary.shared_bytes),
-                    f"cuFuncSetAttribute({binary.name}, {binary.shared_bytes} bytes of shared memory)",
-                )
+                _set(function, binary, "MAX_DYNAMIC_SHARED_SIZE_BYTES", binary.shared_bytes)
         finally:
             check(driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
         return CudaKernel(binary, module, function)
+
+
+def _set(function: Any, binary: KernelBinary, name: str, value: int) -> None:
+    attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    check(driver.cuFuncSetAttribute(function, attribute, value), f"cuFuncSetAttribute({binary.name}, {name}, {value})")
 
 
 def _describe(index: int, version: str) -> DeviceInfo:
@@ -82,13 +88,12 @@ def _describe(index: int, version: str) -> DeviceInfo:
 
 
 def _check_parameters(function: Any, binary: KernelBinary) -> None:
-    """Compare the image's parameter list with the manifest's: count, and 4 or 8 bytes each."""
-    sizes = []
-    while True:
-        code, *values = driver.cuFuncGetParamInfo(function, len(sizes))
-        if code != driver.CUresult.CUDA_SUCCESS:
-            break
-        sizes.append(int(values[1]))
+    """Compare the image's parameters with the manifest's, one by one: 4 or 8 bytes each."""
     expected = [4 if a.type in ("i32", "fp32") else 8 for a in binary.arguments] + [8] * binary.trailing_pointers
-    if sizes != expected:
-        raise ManifestError(f"{binary.name}: the image takes parameters of {sizes} bytes, its manifest says {expected}")
+    for index, size in enumerate(expected):
+        code, *values = driver.cuFuncGetParamInfo(function, index)
+        found = int(values[1]) if code == driver.CUresult.CUDA_SUCCESS else None
+        if found != size:
+            raise ManifestError(
+                f"{binary.name}: parameter {index} of the image has {found} bytes, its manifest says {size}"
+            )

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cuda.bindings import driver
+
 from blockpick.backend_api import KernelBinary, Launch, PackedArguments, Value
 from blockpick.errors import DriverError
-from cuda.bindings import driver
 
 
 class CudaKernel:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hip import hip
+
 from blockpick.backend_api import DeviceInfo, KernelBinary
 from blockpick.errors import DriverError
-from hip import hip
 
 from .kernel import RocmKernel
 
@@ -59,5 +60,11 @@ def _describe(index: int, version: str) -> DeviceInfo:
     properties = check(hip.hipGetDeviceProperties(index), f"hipGetDeviceProperties({index})")
     arch = properties.gcnArchName.decode().split(":")[0]
     return DeviceInfo(
-        "rocm", index, arch, properties.name.decode(), properties.multiProcessorCount, properties.totalGlobalMem, version
+        "rocm",
+        index,
+        arch,
+        properties.name.decode(),
+        properties.multiProcessorCount,
+        properties.totalGlobalMem,
+        version,
     )

@@ -7,9 +7,10 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hip import hip
+
 from blockpick.backend_api import KernelBinary, Launch, PackedArguments, Value
 from blockpick.errors import DriverError
-from hip import hip
 
 
 class RocmKernel:

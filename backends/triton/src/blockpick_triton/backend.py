@@ -36,9 +36,7 @@ class TritonBackend:
         function = load_function(source)
         kind, number = ("hip", arch) if arch.startswith("gfx") else ("cuda", int(arch.removeprefix("sm")))
         signature = {a.name: a.type for a in source.arguments} | dict.fromkeys(source.constexprs, "constexpr")
-        attrs = {
-            (function.arg_names.index(name),): [["tt.divisibility", n]] for name, n in source.divisible.items()
-        }
+        attrs = {(function.arg_names.index(name),): [["tt.divisibility", n]] for name, n in source.divisible.items()}
         compiled = triton.compile(
             ASTSource(function, signature, constexprs=dict(source.constexprs), attrs=attrs),
             target=GPUTarget(kind, number, source.warp_size), options=dict(source.options),

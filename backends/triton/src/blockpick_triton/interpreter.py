@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from blockpick.backend_api import KernelSource, Launch, Value, ordered_arguments
 
 
@@ -49,7 +50,8 @@ def as_bytes(value: Value, kind: str) -> Value:
 def reduce_xor_with_numpy() -> None:
     """Make the interpreter reduce by XOR with numpy instead of element by element.
 
-    ``tl.sort`` and ``tl.topk`` reduce by XOR in every step, which takes seconds a row otherwise. The result is the same.
+    ``tl.sort`` and ``tl.topk`` reduce by XOR in every step, which takes seconds a row otherwise. The result is the
+    same.
     """
     from triton.language import standard
     from triton.runtime.interpreter import ReduceOps

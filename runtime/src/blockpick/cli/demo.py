@@ -23,12 +23,12 @@ from rich.console import Console
 from ..backend_api import SourceInterpreter
 from ..config import BACKENDS, MAX_BLOCKS, MAX_QUERY_LEN, MAX_TOPK
 from ..device import describe, installed_backends
-from ..dispatch import Need, find_package, select
+from ..dispatch import find_package
 from ..errors import UnsupportedArchError
 from ..indexer import Indexer
-from ..layout import BLOCK_TOKENS, CACHE_DTYPES, PAGE_SIZES, CacheLayout
+from ..layout import BLOCK_TOKENS, CACHE_DTYPES, HEAD_DIM, PAGE_SIZES, CacheLayout
 from ..manifest import installed_packages
-from ..ops.insert import insert
+from ..ops.insert import insert, select_insert
 from .demo_report import report
 from .output import NO_KERNELS, open_console, write_json
 from .words import SCORE_UNIT, Embedding, Source, Words, default_source, similar, split_words
@@ -140,10 +140,11 @@ def run(args: argparse.Namespace) -> int:
     request = make_request(words, asked, min(len(words), args.max_words or default_words))
     layout = CacheLayout(args.cache_dtype, args.page_size)
     with Console(stderr=True).status(f"{request.num_tokens} tokens, {runner.why}", spinner="dots"):
+        indexer = make_indexer(request, layout, args.topk, runner.device, runner.backend, runner.arch)
         began = time.perf_counter()
         cache, table = fill_cache(request, layout, runner)
         filled = time.perf_counter()
-        outcome = decode(request, layout, cache, table, args.topk, runner.backend, runner.arch)
+        outcome = decode(request, indexer, cache, table)
         seconds = {"insert": round(filled - began, 3), "decode": round(time.perf_counter() - filled, 3)}
         verdict, differences = check(request, layout, cache, table, outcome)
     passages = collect_passages(request, outcome, args.topk)
@@ -211,7 +212,7 @@ def make_request(words: Words, asked: tuple[str, ...], count: int) -> Request:
     """``count`` words of the text, zero keys up to a whole block, then the question; and its queries."""
     taken = Words(words.text, words.spans[:count], words.forms[:count])
     embedding = Embedding(taken.forms)
-    padding = torch.zeros(-count % BLOCK_TOKENS, embedding.keys(asked).shape[1])
+    padding = torch.zeros(-count % BLOCK_TOKENS, HEAD_DIM)
     keys = torch.cat([embedding.keys(taken.forms), padding, embedding.keys(asked)])
     query_words, queries = embedding.queries(asked, min(MAX_QUERY_LEN, len(asked)))
     return Request(taken, len(keys), keys, query_words, queries)
@@ -229,16 +230,20 @@ def fill_cache(request: Request, layout: CacheLayout, runner: Runner) -> tuple[t
     return cache, table[None]
 
 
-def decode(
-    request: Request, layout: CacheLayout, cache: torch.Tensor, table: torch.Tensor, topk: int, backend: str,
-    arch: str | None, rounding: str | None = None,
-) -> Outcome:  # fmt: skip
-    """One decode step: the queries are the last tokens of the request and see the whole text."""
-    length = len(request.queries)
-    indexer = Indexer(
-        layout, topk=topk, local_blocks=1, max_requests=1, max_query_len=length, max_seq_len=request.num_tokens,
-        nvfp4_rounding=rounding, device=cache.device, backend=backend, arch=arch,
+def make_indexer(
+    request: Request, layout: CacheLayout, topk: int, device: torch.device | str, backend: str, arch: str | None = None,
+    rounding: str | None = None,
+) -> Indexer:  # fmt: skip
+    """An indexer for one request and its queries."""
+    return Indexer(
+        layout, topk=topk, local_blocks=1, max_requests=1, max_query_len=len(request.queries),
+        max_seq_len=request.num_tokens, nvfp4_rounding=rounding, device=device, backend=backend, arch=arch,
     )  # fmt: skip
+
+
+def decode(request: Request, indexer: Indexer, cache: torch.Tensor, table: torch.Tensor) -> Outcome:
+    """One decode step: the queries are the last tokens of the request and see the whole text."""
+    length, topk, layout = len(request.queries), indexer.config.topk, indexer.config.layout
     lens = torch.tensor([request.num_tokens], dtype=torch.int32, device=cache.device)
     plan = indexer.plan_decode(table, lens, query_len=length)
     q = request.queries.to(cache.device, layout.query_dtype)[:, None]
@@ -263,7 +268,8 @@ def check(
     if outcome.indexer.route == "reference":
         return "not compared", []
     topk, rounding = outcome.indexer.config.topk, nvfp4_rounding(outcome.indexer)
-    return compare(outcome, decode(request, layout, cache, table, topk, "reference", None, rounding))
+    oracle = make_indexer(request, layout, topk, cache.device, "reference", rounding=rounding)
+    return compare(outcome, decode(request, oracle, cache, table))
 
 
 def compare(outcome: Outcome, oracle: Outcome) -> tuple[str, list[dict[str, Any]]]:
@@ -290,9 +296,7 @@ def collect_passages(request: Request, outcome: Outcome, topk: int) -> list[Pass
     best = {block: float(outcome.scores[rows, block].max()) for block, rows in voters.items()}
     ranked = sorted(voters, key=lambda block: (block == own, -len(voters[block]), -best[block], block))
     shown = [block for block in ranked if block != own][: topk - 1] + [block for block in ranked if block == own]
-    return [
-        _passage(request, block, voters[block], best[block] / SCORE_UNIT, block == own) for block in shown
-    ]  # fmt: skip
+    return [_passage(request, block, voters[block], best[block] / SCORE_UNIT, block == own) for block in shown]
 
 
 def _passage(request: Request, block: int, rows: list[int], score: float, own: bool) -> Passage:
@@ -302,7 +306,8 @@ def _passage(request: Request, block: int, rows: list[int], score: float, own: b
     first = block * BLOCK_TOKENS
     end = min(first + BLOCK_TOKENS, len(request.words))
     dots = request.queries[rows] @ request.keys[first:end].T
-    stop = min(first + int(dots.amax(0).argmax()) + EXCERPT_AFTER + 1, end)
+    best = first + int(dots.amax(0).argmax())
+    stop = min(max(best + EXCERPT_AFTER + 1, first + EXCERPT_WORDS), end)
     excerpt, matched = cut_excerpt(request, range(max(first, stop - EXCERPT_WORDS), stop))
     return Passage(block, False, score, votes, excerpt, matched)
 
@@ -336,10 +341,9 @@ def describe_run(layout: CacheLayout, runner: Runner, indexer: Indexer, seconds:
     for choice in indexer.choices:
         variants.setdefault(choice.role, []).append(choice.variant.name)
     if arch is not None:
-        chosen = select(find_package(arch), "insert", [Need("cache", layout.dtype)], indexer.route)
+        chosen = select_insert(find_package(arch), layout, indexer.route)
         variants = {"insert": [chosen.variant.name], **variants}
-    explained = indexer.explain().partition("\n")[0]
     return {
         "route": indexer.route, "device": runner.device, "arch": arch, "why": runner.why,
-        "explain": explained, "variants": variants, "seconds": seconds,
+        "explain": indexer.explain().partition("\n")[0], "variants": variants, "seconds": seconds,
     }  # fmt: skip

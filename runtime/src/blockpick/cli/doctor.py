@@ -21,10 +21,12 @@ from .. import __version__
 from ..backend_api import BinaryLoader, DeviceInfo, SourceCompiler, SourceInterpreter
 from ..config import IndexerConfig
 from ..device import binary_loader, installed_backends, torch_vendor
-from ..dispatch import Choice, Need, pick_route, select
+from ..dispatch import Choice, pick_route
 from ..errors import BlockpickError, KernelNotInstalledError
 from ..layout import CACHE_DTYPES, PAGE_SIZES, CacheLayout
 from ..manifest import KernelPackage, installed_packages
+from ..ops.decode_pick import select_decode
+from ..ops.insert import select_insert
 from .output import NO_KERNELS, open_console, write_json
 
 M3_HEADS = {1: 4, 2: 2, 4: 1}  # tensor-parallel size -> index heads of a rank
@@ -123,35 +125,15 @@ def serve_m3(package: KernelPackage, query_len: int) -> list[Served]:
                     CacheLayout(dtype, page_size), num_heads=num_heads, max_query_len=query_len, **M3_OPTIONS
                 )
                 try:
-                    entries.append(Served(package.arch, tp_size, config, select_kernels(package, config, "aot"), ""))
+                    entries.append(Served(package.arch, tp_size, config, m3_choices(package, config), ""))
                 except KernelNotInstalledError as error:
                     entries.append(Served(package.arch, tp_size, config, (), str(error)))
     return entries
 
 
-def select_kernels(package: KernelPackage, config: IndexerConfig, route: str) -> tuple[Choice, ...]:
-    """The kernels of one configuration without a device: the same needs as ``KernelEngine``, and insert.
-
-    Raises
-    ------
-    KernelNotInstalledError
-        When a role has no variant; the message lists every candidate with its reason.
-    """
-    dtype = config.layout.dtype
-    rounding = (config.nvfp4_rounding or package.nvfp4_rounding) if dtype == "nvfp4" else "none"
-    cache = [Need("cache", dtype), Need("rounding", rounding), Need("rows", config.layout.segment_rows)]
-    widest = Need("columns", config.num_heads * config.max_query_len, at_least=True)
-    family = select(package, "decode_score", [*cache, widest], route).variant.op
-    scores: dict[str, Choice] = {}
-    for length in range(1, config.max_query_len + 1):
-        columns = Need("columns", config.num_heads * length, at_least=True)
-        choice = select(package, "decode_score", [*cache, columns], route, family)
-        scores.setdefault(choice.variant.name, choice)
-    pick = select(package, "decode_select", [Need("topk", config.topk, at_least=True)], route)
-    return (
-        select(package, "insert", [Need("cache", dtype)], route), select(package, "decode_plan", [], route),
-        *scores.values(), pick, select(package, "decode_merge", [Need("topk", pick.variant.axes["topk"])], route),
-    )  # fmt: skip
+def m3_choices(package: KernelPackage, config: IndexerConfig) -> tuple[Choice, ...]:
+    """The release binaries that one configuration gets, insert first."""
+    return select_insert(package, config.layout, "aot"), *select_decode(package, config, "aot").choices
 
 
 # ---- facts ----

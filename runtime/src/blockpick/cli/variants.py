@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     for package in packages:
         if shown[package.arch]:
             console.print(variant_table(package, shown[package.arch]))
+    console.print("axes: rN rows of a segment, cN query columns (heads x query_len), kN topk", style="dim")
     console.print(
         f"{count} of {installed} installed variants" + (f" match {' '.join(args.pattern)}" if args.pattern else ""),
         markup=False,
@@ -67,23 +68,22 @@ def describe_variant(variant: InstalledVariant) -> dict[str, Any]:
 
 
 def axes_text(variant: InstalledVariant) -> str:
-    """The axes in short: words as they are, numbers with their name."""
-    axes = [v if isinstance(v, str) else f"{k}={v}" for k, v in variant.axes.items() if v != "none"]
-    return " ".join(axes) or "-"
+    """The axes as the variant's name writes them."""
+    return variant.name.partition(f"__{variant.arch}")[2].strip("_") or "-"
 
 
 def variant_table(package: KernelPackage, variants: list[InstalledVariant]) -> Table:
     """The variants of one package, for people."""
     table = Table(
         title=f"{package.arch} ({package.vendor}), version {package.version}, NVFP4 rounding {package.nvfp4_rounding}",
-        title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 1), expand=True,
+        title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 1, 0, 0), expand=True,
     )  # fmt: skip
     table.add_column("op", no_wrap=True)
     table.add_column("axes", ratio=1, overflow="fold")
     table.add_column("language")
     for heading in ("regs", "spills", "shared"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("matrix instructions", overflow="fold")
+    table.add_column("matrix instr.", overflow="fold")
     table.add_column("binary", justify="right", no_wrap=True)
     for variant in variants:
         facts = describe_variant(variant)

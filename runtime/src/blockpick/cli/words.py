@@ -18,15 +18,16 @@ WORD = re.compile(r"\w+(?:['’.-]\w+)*")
 NGRAM_SIZES = (3, 4, 5)
 CONTEXT_WORDS = 16  # a key holds its word and, fading, the words before it
 FADE = 0.9
-COMMON_SHARE = 5e-4  # a word with this share of the text counts half
+COMMON_SHARE, COMMON_COUNT = 5e-4, 2  # a word with this share of the text, or this often, counts half
 QUESTION_SHARE = 0.4  # weight of the question's other words in the query of one word
-SIGNIFICANT = 0.25  # a question word becomes a query from this part of the heaviest one's weight
+SIGNIFICANT = 0.1  # a question word becomes a query from this part of the heaviest one's weight
 ASKING_WORDS = frozenset(
     WORD.findall(
         "a an and are as at be by can could did do does for from has have how i if in is it me my of on or should that "
         "the their them there they this to was we were what when where which who whose why will with would you your"
     )
 )
+SIMILAR = 0.5  # cosine of two forms of a word
 SCORE_UNIT = float(HEAD_DIM)  # score of two equal directions: both vectors have length sqrt(128), where e4m3 is precise
 
 
@@ -98,6 +99,7 @@ def word_ngrams(form: str) -> list[str]:
     return [marked] + [marked[i : i + size] for size in NGRAM_SIZES for i in range(len(marked) - size + 1)]
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def word_vector(form: str) -> torch.Tensor:
     """Sum of the signs of a word's n-grams, scaled to length 1: float32 [128], CPU."""
     total = torch.tensor([hash_ngram(ngram) for ngram in word_ngrams(form)], dtype=torch.float32).sum(0)
@@ -108,7 +110,7 @@ def word_vector(form: str) -> torch.Tensor:
 class Embedding:
     """Vectors of words, weighted by rarity in one text.
 
-    ``weight(w) = a / (a + share of w in the text)`` with ``a = COMMON_SHARE``.
+    ``weight(w) = a / (a + share of w in the text)``, where ``a`` is the share that makes a word common.
 
     Parameters
     ----------
@@ -123,10 +125,15 @@ class Embedding:
 
     def __init__(self, forms: tuple[str, ...]) -> None:
         self._shares = {form: count / len(forms) for form, count in Counter(forms).items()}
+        self._common = max(COMMON_SHARE, COMMON_COUNT / len(forms))
 
     def weight(self, form: str) -> float:
         """How much a word counts, 0..1: the rarer, the more."""
-        return COMMON_SHARE / (COMMON_SHARE + self._shares.get(form, 0.0))
+        return self._common / (self._common + self._shares.get(form, 0.0))
+
+    def knows(self, form: str) -> bool:
+        """Whether the text holds the word, or a form of it."""
+        return form in self._shares or similar(form, list(self._shares))
 
     def keys(self, forms: tuple[str, ...]) -> torch.Tensor:
         """One key a word: itself and, fading, the words before it. float32 [T, 128] of length sqrt(128), CPU."""
@@ -141,9 +148,12 @@ class Embedding:
     def queries(self, forms: tuple[str, ...], most: int) -> tuple[list[str], torch.Tensor]:
         """One query for each of the question's ``most`` heaviest words, in its order: words, float32 [L, 128] on CPU.
 
-        A query is its word plus, weaker, the other words of the question. English words that only ask are left out.
+        A query is its word plus, weaker, the other words of the question. Left out, unless nothing else is left, are
+        English words that only ask, and words that the text doesn't know.
         """
-        unique = [form for form in dict.fromkeys(forms) if form not in ASKING_WORDS] or list(dict.fromkeys(forms))
+        everything = list(dict.fromkeys(forms))
+        meant = [form for form in everything if form not in ASKING_WORDS] or everything
+        unique = [form for form in meant if self.knows(form)] or meant
         weights = {form: self.weight(form) for form in unique}
         heaviest = max(weights.values())
         ranked = sorted(unique, key=lambda form: (-weights[form], unique.index(form)))
@@ -161,7 +171,6 @@ def _scaled(vectors: torch.Tensor) -> torch.Tensor:
     return vectors * scale
 
 
-def similar(form: str, others: list[str], at_least: float = 0.5) -> bool:
-    """Whether a word's vector is close to one of the ``others``': the same word, or one of its forms."""
-    vector = word_vector(form)
-    return any(float(vector @ word_vector(other)) >= at_least for other in others)
+def similar(form: str, others: list[str]) -> bool:
+    """Whether a word's vector is close to one of the ``others``': the same word, or a form of it."""
+    return bool((torch.stack([word_vector(other) for other in others]) @ word_vector(form) >= SIMILAR).any())

@@ -11,10 +11,11 @@ import torch
 from ..backend_api import Launch
 from ..checks import check_aligned, check_last_stride, check_tensor
 from ..config import BACKENDS
-from ..device import describe
-from ..dispatch import Need, find_package, load, pick_route, select
+from ..device import current_stream, describe
+from ..dispatch import Choice, Need, find_package, interpreted_arch, load, pick_route, select
 from ..errors import UnsupportedConfigError
 from ..layout import HEAD_DIM, CacheLayout, page_stride_bytes
+from ..manifest import KernelPackage
 
 ARGS = ("key_ptr", "slot_mapping_ptr", "cache_ptr", "stride_key", "stride_page", "num_tokens", "num_slots")
 _per_thread = threading.local()  # a launch owns its packed arguments, so every thread has its own
@@ -26,8 +27,8 @@ def insert(
 ) -> None:  # fmt: skip
     """Quantise index keys to the cache's dtype and store them by slot.
 
-    Slot s is token ``s % page_size`` of page ``s // page_size``. Negative slots are skipped, as are slots beyond the cache
-    and, in a sharded layout, the tokens of other ranks.
+    Slot s is token ``s % page_size`` of page ``s // page_size``. Negative slots are skipped, as are slots beyond the
+    cache and, in a sharded layout, the tokens of other ranks.
 
     Parameters
     ----------
@@ -63,7 +64,9 @@ def insert(
     if index_k.shape[1] != HEAD_DIM:
         raise ValueError(f"index_k: must be [T, {HEAD_DIM}], has shape {list(index_k.shape)}")
     if slot_mapping.shape[0] != index_k.shape[0]:
-        raise ValueError(f"slot_mapping: must have {index_k.shape[0]} entries like index_k, has {slot_mapping.shape[0]}")
+        raise ValueError(
+            f"slot_mapping: must have {index_k.shape[0]} entries like index_k, has {slot_mapping.shape[0]}"
+        )
     check_last_stride("index_k", index_k)
     check_last_stride("slot_mapping", slot_mapping)
     check_aligned("index_k", index_k, 16)
@@ -79,8 +82,8 @@ def insert(
     launch, tokens = _launch(layout, shard, cache.device, backend, allow_jit, arch)
     count = index_k.shape[0]
     launch(
-        -(-count // tokens), torch.cuda.current_stream(cache.device).cuda_stream if cache.device.type == "cuda" else 0,
-        index_k, slot_mapping, cache, index_k.stride(0), page_stride_bytes(cache), count, cache.shape[0] * layout.page_size,
+        -(-count // tokens), current_stream(cache.device), index_k, slot_mapping, cache, index_k.stride(0),
+        page_stride_bytes(cache), count, cache.shape[0] * layout.page_size,
     )  # fmt: skip
 
 
@@ -96,16 +99,26 @@ def _launch(
 def _bind(
     layout: CacheLayout, shard: int, device: torch.device, backend: str, allow_jit: bool, arch: str | None
 ) -> tuple[Launch, int]:
-    info = None if backend == "interpreter" else describe(device)
-    if info is not None:
-        arch = info.arch
-        route = backend if backend in ("aot", "jit") else pick_route(info, allow_jit)[0]
+    info = None
+    if backend == "interpreter":
+        route, arch = "interpreter", interpreted_arch(arch)
     else:
-        route = "interpreter"
-        if arch is None:
-            raise UnsupportedConfigError("insert: backend='interpreter' needs arch, whose sources to run")
-    choice = select(find_package(arch), "insert", [Need("cache", layout.dtype)], route)
+        info = describe(device)
+        route, arch = backend if backend in ("aot", "jit") else pick_route(info, allow_jit)[0], info.arch
+    choice = select_insert(find_package(arch), layout, route)
     fixed = {
-        "page_size": layout.page_size, "page_rows": layout.page_rows, "segment_rows": layout.segment_rows, "shard": shard,
+        "page_size": layout.page_size, "page_rows": layout.page_rows, "segment_rows": layout.segment_rows,
+        "shard": shard,
     }  # fmt: skip
     return load(choice.variant, route, info).bind(fixed, ARGS), int(choice.variant.launch["tokens"])
+
+
+def select_insert(package: KernelPackage, layout: CacheLayout, route: str) -> Choice:
+    """Choose the insert kernel for ``layout`` from one package; needs no device.
+
+    Raises
+    ------
+    KernelNotInstalledError
+        When there is none; the message lists every candidate with its reason.
+    """
+    return select(package, "insert", [Need("cache", layout.dtype)], route)

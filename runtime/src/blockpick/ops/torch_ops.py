@@ -10,7 +10,9 @@ from .insert import insert
 
 
 @torch.library.custom_op("blockpick::decode_pick", mutates_args=("out",))
-def decode_pick(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool = False) -> None:
+def decode_pick(
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool = False
+) -> None:
     """:meth:`blockpick.Indexer.decode` with the current plan of the slot that ``handle`` names."""
     from ..indexer import find_slot
 

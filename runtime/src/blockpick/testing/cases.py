@@ -21,8 +21,8 @@ SCORE_TOLERANCE = {"bf16": 2e-6, "e4m3fn": 2e-6, "nvfp4": 2e-6}
 class DecodeCase:
     """One decode batch: shapes, options, and what its keys and queries look like.
 
-    ``data``: ``normal``; ``integer`` (small integers: every partial sum is exact, so ids must equal the oracle's, and ties
-    abound); ``special`` (normal, with NaN, infinities and whole NaN blocks).
+    ``data``: ``normal``; ``integer`` (small integers: every partial sum is exact, so ids must equal the oracle's, and
+    ties abound); ``special`` (normal, with NaN, infinities and whole NaN blocks).
     """
 
     name: str
@@ -158,9 +158,10 @@ def check_batch(case: DecodeCase, indexer: Indexer, batch: DecodeBatch) -> None:
 
     ids = batch.out if case.out_layout == "thk" else batch.out.transpose(0, 1)
     ids = ids.cpu().reshape(len(case.seq_lens), case.query_len, case.num_heads, case.topk)
-    rounding = rounding_of(indexer, case)
     cpu = batch.to("cpu")
-    oracle = block_scores(case.layout(), cpu.cache, cpu.q, cpu.block_table, cpu.seq_lens, case.query_len, rounding)
+    oracle = block_scores(
+        case.layout(), cpu.cache, cpu.q, cpu.block_table, cpu.seq_lens, case.query_len, indexer.nvfp4_rounding
+    )
     table_tokens = cpu.block_table.shape[1] * case.page_size
     positions = query_positions(cpu.seq_lens, case.query_len, table_tokens)
     options = (case.topk, case.init_blocks, case.local_blocks, case.order, case.empty_row)
@@ -172,22 +173,18 @@ def check_batch(case: DecodeCase, indexer: Indexer, batch: DecodeBatch) -> None:
                 where = f"{label}: request {b}, query {i}, head {h}"
                 own = scores[b, i, h] if scored else torch.zeros(scores.shape[-1])
                 expected = select_blocks(own, position, *options)
-                assert ids[b, i, h].tolist() == expected, f"{where}: ids {ids[b, i, h].tolist()}, on its scores {expected}"
+                assert ids[b, i, h].tolist() == expected, (
+                    f"{where}: ids {ids[b, i, h].tolist()}, on its scores {expected}"
+                )
                 if case.data == "integer":
                     expected = select_blocks(oracle[b, i, h].float(), position, *options)
                     assert ids[b, i, h].tolist() == expected, f"{where}: ids {ids[b, i, h].tolist()}, oracle {expected}"
             if scored and position >= 0:
-                check_scores(case, scores[b, i], oracle[b, i], position // BLOCK_TOKENS + 1, f"{label}: request {b}, query {i}")
+                check_scores(
+                    case, scores[b, i], oracle[b, i], position // BLOCK_TOKENS + 1, f"{label}: request {b}, query {i}"
+                )
     batch.out.fill_(SENTINEL)
     assert bool((batch.out_storage == SENTINEL).all()), f"{label}: something beyond the output's rows was written"
-
-
-def rounding_of(indexer: Indexer, case: DecodeCase) -> str:
-    """The NVFP4 rounding that an indexer runs with."""
-    for choice in indexer.choices:
-        if choice.role == "decode_score":
-            return str(choice.variant.axes["rounding"])
-    return case.rounding or "exact"
 
 
 def check_scores(case: DecodeCase, scores: torch.Tensor, oracle: torch.Tensor, blocks: int, where: str) -> None:
@@ -199,7 +196,9 @@ def check_scores(case: DecodeCase, scores: torch.Tensor, oracle: torch.Tensor, b
     if finite.any():
         scale = want[finite].abs().max().clamp(min=1.0) * 16
         error = float(((got - want)[finite].abs() / scale).max())
-        assert error <= SCORE_TOLERANCE[case.dtype], f"{where}: score error {error:.2e} > {SCORE_TOLERANCE[case.dtype]:.0e}"
+        assert error <= SCORE_TOLERANCE[case.dtype], (
+            f"{where}: score error {error:.2e} > {SCORE_TOLERANCE[case.dtype]:.0e}"
+        )
 
 
 def run_case(case: DecodeCase, make_indexer: Callable[..., Indexer], device: torch.device | str) -> Indexer:

@@ -16,8 +16,9 @@ class ReferenceEngine:
 
     choices: tuple[Choice, ...] = ()
 
-    def __init__(self, config: IndexerConfig, device: torch.device) -> None:
+    def __init__(self, config: IndexerConfig, device: torch.device, default_rounding: str) -> None:
         self.config, self.device = config, device
+        self.rounding = config.nvfp4_rounding or default_rounding if config.layout.dtype == "nvfp4" else "none"
         self._steps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scores: dict[int, torch.Tensor] = {}
 
@@ -33,13 +34,12 @@ class ReferenceEngine:
         """Score in float64, round to fp32, select row by row."""
         config = self.config
         table, lens = self._steps[plan.slot]
-        rounding = config.nvfp4_rounding or "exact"
-        scores = block_scores(config.layout, cache, q, table, lens, plan.query_len, rounding).float()
+        scores = block_scores(config.layout, cache, q, table, lens, plan.query_len, self.rounding).float()
         positions = query_positions(lens, plan.query_len, table.shape[1] * config.layout.page_size)
         rows = [
             select_blocks(
-                scores[b, i, h], int(positions[b, i]), config.topk, config.init_blocks, config.local_blocks, config.order,
-                config.empty_row,
+                scores[b, i, h], int(positions[b, i]), config.topk, config.init_blocks, config.local_blocks,
+                config.order, config.empty_row,
             )
             for b in range(plan.num_requests) for i in range(plan.query_len) for h in range(config.num_heads)
         ]  # fmt: skip

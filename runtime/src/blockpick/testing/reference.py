@@ -88,7 +88,7 @@ def dequantise(layout: CacheLayout, pages: torch.Tensor, rounding: str = "exact"
     scale_bytes = segments[..., layout.segment_rows * 64 :].unflatten(-1, (layout.segment_rows, 8))
     codes = torch.stack((code_bytes & 15, code_bytes >> 4), -1).flatten(-2).long()
     values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=torch.float64, device=pages.device)[codes]
-    products = values * scale_bytes.contiguous().view(torch.float8_e4m3fn).double().repeat_interleave(16, -1)
+    products: torch.Tensor = values * scale_bytes.contiguous().view(torch.float8_e4m3fn).double().repeat_interleave(16, -1)
     if rounding == "e4m3":
         products = e4m3_bytes(products).view(torch.float8_e4m3fn).double()
     return products.flatten(1, 2)
@@ -104,7 +104,9 @@ def block_scores(
     layout: CacheLayout, cache: torch.Tensor, q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
     query_len: int, rounding: str = "exact",
 ) -> torch.Tensor:  # fmt: skip
-    """Scores of all visible blocks, float64 [B, L, H, W * blocks_per_page]; NaN where a block is not visible or all NaN."""
+    """Scores of all visible blocks, float64 [B, L, H, W * blocks_per_page]; NaN where a block is not visible or all
+    NaN.
+    """
     requests, width = block_table.shape
     heads = q.shape[1]
     positions = query_positions(seq_lens, query_len, width * layout.page_size)
@@ -122,11 +124,11 @@ def block_scores(
             if visible <= 0:
                 continue
             dots = keys[:visible] @ queries[b, i].T
-            dots = torch.where(dots.isnan(), float("-inf"), dots), dots.isnan()
+            numbers = torch.where(dots.isnan(), float("-inf"), dots)
             count = -(-visible // BLOCK_TOKENS)
             padding = (0, 0, 0, count * BLOCK_TOKENS - visible)
-            best = torch.nn.functional.pad(dots[0], padding, value=float("-inf")).unflatten(0, (count, -1)).amax(1)
-            all_nan = torch.nn.functional.pad(dots[1], padding, value=True).unflatten(0, (count, -1)).all(1)
+            best = torch.nn.functional.pad(numbers, padding, value=float("-inf")).unflatten(0, (count, -1)).amax(1)
+            all_nan = torch.nn.functional.pad(dots.isnan(), padding, value=True).unflatten(0, (count, -1)).all(1)
             scores[b, i, :, :count] = torch.where(all_nan, float("nan"), best).T
     return scores
 
