@@ -110,9 +110,10 @@ def decode_row(
     )
     tb_s = span / median / 1e6
     variant = next(c.variant.name for c in indexer.choices if c.role == "decode_score")
+    share = f"{100 * tb_s / ceiling['read_tb_s']:3.0f}% of {ceiling['read_tb_s']:.2f} measured"
     line = (
         f"{variant:48s} {label:20s} H={heads} L={query_len} {median:8.1f} us (p90 {p90:.0f})  {tb_s:5.2f} TB/s  "
-        f"{100 * tb_s / ceiling['read_tb_s']:3.0f}% of {ceiling['read_tb_s']:.2f} measured  {'exact' if exact else 'WRONG'}"
+        f"{share}  {'exact' if exact else 'WRONG'}"
     )
     return {"name": name, "us": median, "p90_us": p90, "tb_s": tb_s, "variant": variant, "exact": exact, "line": line}
 
@@ -140,9 +141,10 @@ def insert_rows(cases: dict[str, Any], wanted: str, ceiling: dict[str, float]) -
             median, p90 = graph_us(calls)
             moved = tokens * (256 + layout.page_bytes // layout.page_rows + 8)
             tb_s = moved / median / 1e6
+            share = f"{100 * tb_s / ceiling['copy_tb_s']:3.0f}% of {ceiling['copy_tb_s']:.2f} copy"
             line = (
                 f"insert__{dtype:39s} {f'T={tokens}':20s} {'':7s} {median:8.1f} us (p90 {p90:.0f})  {tb_s:5.2f} TB/s  "
-                f"{100 * tb_s / ceiling['copy_tb_s']:3.0f}% of {ceiling['copy_tb_s']:.2f} copy      {'exact' if exact else 'WRONG'}"
+                f"{share}      {'exact' if exact else 'WRONG'}"
             )
             yield {"name": name, "us": median, "p90_us": p90, "tb_s": tb_s, "exact": exact, "line": line}
 

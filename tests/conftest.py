@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from support import ARCHS, ROOT
+
 GENERATED = [ROOT / "backends" / vendor / "generated" for vendor in ("cuda", "rocm")]
 if "BLOCKPICK_KERNEL_PATH" not in os.environ and GENERATED[0].exists():
     os.environ["BLOCKPICK_KERNEL_PATH"] = os.pathsep.join(map(str, GENERATED))
@@ -27,7 +27,6 @@ from blockpick.manifest import installed_packages  # noqa: E402
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-ARCHS = ("sm90", "sm100", "sm103", "sm107", "gfx942", "gfx950")
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def load_source(name: str, path: Path) -> Any:
 
 def compile_triton(job: Job, folder: Path) -> dict[str, Any]:
     """Compile a Triton or Gluon kernel into ``folder``; returns launch facts."""
+    os.environ["TRITON_INTERPRET"] = "0"  # a caller may be testing with the interpreter
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # line info would put this machine's paths into the bytes
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     import triton
