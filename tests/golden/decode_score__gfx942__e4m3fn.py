@@ -48,7 +48,7 @@ def decode_score(
     stride_page,
     stride_scores,
     blocks_per_page,
-    pool_blocks,
+    pool_pages,
     num_heads,
     query_len,
     ROWS: tl.constexpr,
@@ -88,8 +88,9 @@ def decode_score(
         position = tl.minimum(tl.load(lens_ptr + request) - query_len + query, max_position)
         row_ptr = scores_ptr + (request.to(tl.int64) * (query_len * num_heads) + offs_c) * stride_scores - base
         for k in tl.range(pos, stop, num_stages=STAGES):
-            block = tl.minimum(tl.maximum(tl.load(blocks_ptr + k), 0), pool_blocks - 1)
-            page_ptr = cache_ptr + (block // blocks_per_page).to(tl.int64) * stride_page
+            block = tl.load(blocks_ptr + k)
+            page = tl.minimum(block // blocks_per_page, pool_pages - 1)
+            page_ptr = cache_ptr + page.to(tl.int64) * stride_page
             best = tl.full([COLUMNS], float("nan"), tl.float32)
             for tile in tl.static_range(ROWS // TILE):
                 acc = score_tokens(page_ptr, block % blocks_per_page, tile * TILE + offs_t, queries, ROWS, INTERPRETED)

@@ -39,7 +39,16 @@ def check_aligned(name: str, tensor: torch.Tensor, alignment: int) -> None:
                 f"{name}: stride {dim} must be a multiple of {alignment} bytes, is {tensor.stride(dim) * size}"
             )
     if tensor.data_ptr() % alignment:
-        raise ValueError(f"{name}: must start at a multiple of {alignment} bytes")
+        raise ValueError(
+            f"{name}: must start at a multiple of {alignment} bytes, starts {tensor.data_ptr() % alignment} bytes "
+            "behind one"
+        )
+
+
+def check_int(name: str, value: object, low: int, high: int, hint: str) -> None:
+    """Raise unless ``value`` is an integer (no bool) in ``low..high``; ``hint`` says where the bounds come from."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}: must be {low}..{high} ({hint}), is {value!r}")
 
 
 def check_not_capturing(device: torch.device, call: str) -> None:

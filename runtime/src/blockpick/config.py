@@ -45,9 +45,12 @@ class IndexerConfig:
     slots: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layout, CacheLayout):
+            raise TypeError(f"Indexer: layout must be a CacheLayout, is {type(self.layout).__name__}")
+
         def one_of(name: str, allowed: tuple[object, ...]) -> None:
             value = getattr(self, name)
-            if value not in allowed:
+            if value not in allowed or type(value) not in {type(choice) for choice in allowed}:
                 raise UnsupportedConfigError(
                     f"Indexer: {name}={value!r} is not supported; supported: {', '.join(map(str, allowed))}"
                 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .checks import check_aligned, check_last_stride, check_not_capturing, check_tensor, resolve_device
+from .checks import check_aligned, check_int, check_last_stride, check_not_capturing, check_tensor, resolve_device
 from .config import BACKENDS, IndexerConfig, Memory
 from .device import binary_loader, describe, torch_vendor
 from .dispatch import Choice, interpreted_arch, pick_route
@@ -176,10 +176,8 @@ class Indexer:
         check_last_stride("block_table", block_table)
         check_last_stride("seq_lens", seq_lens)
         num_requests, width = block_table.shape
-        if not 0 <= slot < config.slots:
-            raise ValueError(f"slot: must be 0..{config.slots - 1}, is {slot}")
-        if not isinstance(query_len, int) or not 1 <= query_len <= config.max_query_len:
-            raise ValueError(f"query_len: must be 1..{config.max_query_len} (max_query_len), is {query_len!r}")
+        check_int("slot", slot, 0, config.slots - 1, f"slots={config.slots}")
+        check_int("query_len", query_len, 1, config.max_query_len, f"max_query_len={config.max_query_len}")
         if not 1 <= num_requests <= config.max_requests:
             raise ValueError(f"block_table: must have 1..{config.max_requests} rows (max_requests), has {num_requests}")
         max_width = config.max_blocks // config.layout.blocks_per_page
@@ -233,10 +231,14 @@ class Indexer:
         if torch.compiler.is_compiling():
             torch.ops.blockpick.decode_pick(q, cache, out, self._handles[plan.slot], allow_padding)
             return out
-        if self._plans[plan.slot] is not plan:
+        if not isinstance(plan, DecodePlan):
+            raise TypeError(f"plan: must be a DecodePlan, is {type(plan).__name__}")
+        if plan not in self._plans:
+            held = [current.generation if current else 0 for current in self._plans]
             raise StalePlanError(
-                f"plan: generation {plan.generation} of slot {plan.slot}, which now holds generation "
-                f"{self._generations[plan.slot]}. Use another slot for a batch in flight (slots={self.config.slots})."
+                f"plan: generation {plan.generation} of slot {plan.slot}; this indexer's slots hold "
+                f"{', '.join(f'generation {number} in slot {slot}' for slot, number in enumerate(held))}. "
+                f"Plan again, or use another slot for a batch in flight (slots={self.config.slots})."
             )
         facts = (plan.num_requests, plan.query_len, allow_padding, _facts(q), _facts(cache), _facts(out))
         if facts not in self._accepted:

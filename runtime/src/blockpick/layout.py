@@ -50,7 +50,7 @@ class CacheLayout:
             ("dtype", self.dtype, CACHE_DTYPES), ("page_size", self.page_size, PAGE_SIZES),
             ("shards", self.shards, SHARDS),
         ):  # fmt: skip
-            if value not in allowed:
+            if value not in allowed or type(value) is not type(allowed[0]):
                 raise UnsupportedConfigError(
                     f"CacheLayout: {name}={value!r} is not supported; supported: {', '.join(map(str, allowed))}"
                 )
@@ -122,7 +122,7 @@ class CacheLayout:
                 f"and shards {self.shards}, is {list(cache.shape)}"
             )
         if cache.shape[0] < 1:
-            raise ValueError("cache: must hold at least one page")
+            raise ValueError("cache: must hold at least one page, has 0")
         if cache.stride(2) != 1 or cache.stride(1) != self.row_elements:
             raise ValueError(
                 f"cache: a page's interior must be dense, strides [*, {self.row_elements}, 1]; they are "
@@ -134,7 +134,9 @@ class CacheLayout:
                 f"cache: page stride must be a multiple of 16 bytes and at least {self.page_bytes}, is {stride}"
             )
         if cache.data_ptr() % 16:
-            raise ValueError("cache: must start at a multiple of 16 bytes")
+            raise ValueError(
+                f"cache: must start at a multiple of 16 bytes, starts {cache.data_ptr() % 16} bytes behind one"
+            )
 
 
 def page_stride_bytes(cache: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ import torch
 from .config import IndexerConfig, Memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodePlan:
     """One planned decode step. Valid until its slot is planned again; shared by all layers of the step.
 

@@ -18,7 +18,7 @@ from ..manifest import KernelPackage
 from ..plan import DecodePlan, SlotSizes, num_splits
 
 PLAN_ARGS = ("seq_lens_ptr", "block_table_ptr", "stride_table", "num_requests", "table_width")
-SCORE_ARGS = ("q_ptr", "cache_ptr", "stride_q_t", "stride_q_h", "stride_page", "pool_blocks")
+SCORE_ARGS = ("q_ptr", "cache_ptr", "stride_q_t", "stride_q_h", "stride_page", "pool_pages")
 SELECT_ARGS = ("out_ptr", "stride_out_t", "stride_out_h")
 
 
@@ -129,7 +129,7 @@ class KernelEngine:
             }  # fmt: skip
             plan_fixed = {
                 "blocks_per_page": config.layout.blocks_per_page, "unscored_blocks": config.unscored_blocks,
-                "num_units": self._units[length - 1],
+                "query_len": length, "num_units": self._units[length - 1],
             }  # fmt: skip
             score_fixed = {
                 "scores_ptr": buffers["scores"], "stride_scores": config.score_stride,
@@ -170,7 +170,6 @@ class KernelEngine:
         _, score, pick, merge = self._launches[plan.slot][plan.query_len - 1]
         stream, size = current_stream(self.device), q.element_size()
         stride_t, stride_h, _ = out_thk.stride()
-        pool_blocks = cache.shape[0] * self.config.layout.blocks_per_page
         score(
             self._units[plan.query_len - 1],
             stream,
@@ -179,7 +178,7 @@ class KernelEngine:
             q.stride(0) * size,
             q.stride(1) * size,
             page_stride_bytes(cache),
-            pool_blocks,
+            cache.shape[0],
         )
         rows = plan.num_requests * plan.query_len * self.config.num_heads
         pick(rows * self._num_splits, stream, out_thk, stride_t, stride_h)

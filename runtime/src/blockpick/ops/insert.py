@@ -9,7 +9,7 @@ import threading
 import torch
 
 from ..backend_api import Launch
-from ..checks import check_aligned, check_last_stride, check_tensor
+from ..checks import check_aligned, check_int, check_last_stride, check_tensor
 from ..config import BACKENDS
 from ..device import current_stream, describe
 from ..dispatch import Choice, Need, find_package, interpreted_arch, load, pick_route, select
@@ -70,8 +70,7 @@ def insert(
     check_last_stride("index_k", index_k)
     check_last_stride("slot_mapping", slot_mapping)
     check_aligned("index_k", index_k, 16)
-    if not 0 <= shard < layout.shards:
-        raise ValueError(f"shard: must be 0..{layout.shards - 1} (layout.shards={layout.shards}), is {shard}")
+    check_int("shard", shard, 0, layout.shards - 1, f"layout.shards={layout.shards}")
     if index_k.shape[0] == 0:
         return
     if backend == "reference" or (backend == "auto" and cache.device.type == "cpu"):

@@ -88,7 +88,9 @@ def dequantise(layout: CacheLayout, pages: torch.Tensor, rounding: str = "exact"
     scale_bytes = segments[..., layout.segment_rows * 64 :].unflatten(-1, (layout.segment_rows, 8))
     codes = torch.stack((code_bytes & 15, code_bytes >> 4), -1).flatten(-2).long()
     values = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=torch.float64, device=pages.device)[codes]
-    products: torch.Tensor = values * scale_bytes.contiguous().view(torch.float8_e4m3fn).double().repeat_interleave(16, -1)
+    products: torch.Tensor = values * scale_bytes.contiguous().view(torch.float8_e4m3fn).double().repeat_interleave(
+        16, -1
+    )
     if rounding == "e4m3":
         products = e4m3_bytes(products).view(torch.float8_e4m3fn).double()
     return products.flatten(1, 2)
