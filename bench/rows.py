@@ -14,6 +14,7 @@ from blockpick.testing.reference import block_scores, insert_reference, query_po
 
 POOL_BYTES = 4 << 30  # the page pool: many times the L2
 TOPK = 16
+ROTATIONS = 8
 
 
 def filled_cache(layout: blockpick.CacheLayout, pages: int) -> torch.Tensor:
@@ -90,21 +91,20 @@ def decode_row(
     q = torch.randn(len(lens) * query_len, heads, 128, device="cuda").to(layout.query_dtype)
     out = torch.empty(len(lens) * query_len, heads, TOPK, dtype=torch.int32, device="cuda")
     table = torch.zeros(len(lens), width, dtype=torch.int32, device="cuda")
-    pages = torch.randperm(len(cache), device="cuda", dtype=torch.int32)
+    # a small batch would stay in the L2: rotate its pages over the pool by shifted views of the cache
+    half = len(cache) // 2
+    small = scored < half
+    pages = torch.randperm(half if small else len(cache), device="cuda", dtype=torch.int32)
     first = 0
     for b, count in enumerate(blocks):
-        take = torch.arange(first, first + count, device="cuda") % len(cache)
-        table[b, :count] = pages[take]
+        table[b, :count] = pages[torch.arange(first, first + count, device="cuda") % len(pages)]
         first += count
     batch = {"cache": cache, "q": q, "table": table, "lens": torch.tensor(lens, dtype=torch.int32, device="cuda")}
     plan = indexer.plan_decode(table, batch["lens"], query_len=query_len)
     batch["out"] = indexer.decode(plan, q, cache, out)
     exact = is_exact(indexer, plan, batch)
-    # a small batch would stay in the L2: rotate its page list over the pool by shifted views of the cache
-    span = max(layout.page_bytes * scored, 1)
-    shifts = max(1, min(8, POOL_BYTES // span // 2))
-    half = len(cache) // 2
-    views = [cache[s * (half // shifts) :][:half] for s in range(shifts)] if scored < half else [cache]
+    span = layout.page_bytes * scored
+    views = [cache[shift * (half // ROTATIONS) :][:half] for shift in range(ROTATIONS)] if small else [cache]
     median, p90 = graph_us(
         [lambda view=view: indexer.decode(plan, q, view, out) for view in views] * max(1, 8 // len(views))
     )

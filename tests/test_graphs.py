@@ -143,29 +143,36 @@ def test_nothing_is_compiled_for_new_shapes(executor, monkeypatch):
 
 
 def test_host_time_per_launch(executor, record_property):
-    """Host time of one launch through the driver API, of an eager decode, and of the torch op; reported, with a
-    ceiling.
-    """
+    """Packing and checking cost little more than the driver call itself; all host times are reported."""
     case = DecodeCase("host", "nvfp4", (2500,))
     indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
     plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)
-    engine, handle = indexer._engine, indexer.handle()
-    pick, stream = engine._launches[0][0][2], torch.cuda.current_stream().cuda_stream
+    launch, stream = indexer._engine._launches[0][0][2], torch.cuda.current_stream().cuda_stream
+    handle, driver_call = indexer.handle(), launch._call
+    launch(1, stream, batch.out, 16, 16)
     calls = {
-        "one launch": lambda: pick(1, stream, batch.out, 16, 16),
+        "driver call alone": driver_call,
+        "one launch": lambda: launch(1, stream, batch.out, 16, 16),
         "decode": lambda: indexer.decode(plan, batch.q, batch.cache, batch.out),
         "torch op": lambda: torch.ops.blockpick.decode_pick(batch.q, batch.cache, batch.out, handle),
     }
-    for name, call in calls.items():
+    times = {name: host_us(call) for name, call in calls.items()}
+    for name, microseconds in times.items():
+        record_property(name, microseconds)
+        print(f"host time, {name}: {microseconds:.2f} us")
+    assert times["one launch"] <= times["driver call alone"] + 3.0
+
+
+def host_us(call):
+    """Least median over rounds of a call's host time: other processes only ever add to it."""
+    medians = []
+    for _ in range(5):
         samples = []
-        for _ in range(30):
+        for _ in range(20):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(50):
                 call()
             samples.append((time.perf_counter() - start) / 50)
-        microseconds = sorted(samples)[len(samples) // 2] * 1e6
-        record_property(name, microseconds)
-        print(f"host time, {name}: {microseconds:.2f} us")
-        if name == "one launch":
-            assert microseconds <= 5.0
+        medians.append(sorted(samples)[len(samples) // 2])
+    return min(medians) * 1e6

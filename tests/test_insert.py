@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import blockpick
 import numpy as np
 import pytest
 import torch
+
+import blockpick
 from blockpick.testing.reference import e4m3_bytes, insert_reference
 
 SENTINEL = 0xA5
@@ -58,7 +59,9 @@ def e4m3_of_all_bf16() -> np.ndarray:
     return np.where(np.isnan(values), 0x7F, code | ((bits >> 24) & 0x80)).astype(np.uint8)
 
 
-def stored(layout: blockpick.CacheLayout, pages: int, stride: int | None, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def stored(
+    layout: blockpick.CacheLayout, pages: int, stride: int | None, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache whose every byte is the sentinel, and its bytes, 64 of them beyond the last page."""
     stride = stride or layout.page_bytes
     raw = torch.full((pages * stride + 64,), SENTINEL, dtype=torch.uint8, device=device)
@@ -71,7 +74,11 @@ def stored(layout: blockpick.CacheLayout, pages: int, stride: int | None, device
 def writers(executor: Any) -> Iterator[tuple[str, Callable[..., None], str]]:
     """The executor's insert and the reference's: name, function of (layout, cache, keys, slots, shard=), device."""
     yield executor.name, executor.insert, executor.device
-    yield "reference", lambda layout, cache, keys, slots, shard=0: insert_reference(layout, cache, keys, slots, shard), "cpu"
+    yield (
+        "reference",
+        lambda layout, cache, keys, slots, shard=0: insert_reference(layout, cache, keys, slots, shard),
+        "cpu",
+    )
 
 
 def encoded(dtype: str, tokens: int, seed: int = 0) -> tuple[torch.Tensor, list[bytes], list[bytes]]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import blockpick
 import pytest
 import torch
-from blockpick.testing.cases import DecodeCase, run_case
-from blockpick.testing.reference import block_scores, dequantise, insert_reference, query_positions, select_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import blockpick
+from blockpick.testing.cases import DecodeCase, run_case
+from blockpick.testing.reference import block_scores, dequantise, insert_reference, query_positions, select_blocks
 
 few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -178,7 +179,9 @@ def test_reference_selection_is_the_total_order(data: st.DataObject) -> None:
 
 @few
 @given(st.integers(0, 400), st.integers(1, 8), st.sampled_from([128, 256]), st.integers(0, 2**31))
-def test_reference_scores_are_the_maximum_over_visible_tokens(length: int, query_len: int, page_size: int, seed: int) -> None:
+def test_reference_scores_are_the_maximum_over_visible_tokens(
+    length: int, query_len: int, page_size: int, seed: int
+) -> None:
     """Token by token in Python, with NaN and infinite tokens, and garbage behind the end."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randint(-3, 4, (512, 128), generator=generator).double()
@@ -223,7 +226,7 @@ def test_reference_dequantises_every_code_and_scale() -> None:
         rounded = dequantise(layout, page.view(1, 128, 72), "e4m3")[0, 0, :16].tolist()
         for x, y in zip(exact, rounded, strict=True):
             size = min(abs(x), 448.0)
-            code = min(range(127), key=lambda c: (abs(e4m3[c] - size), c % 2))  # noqa: B023
+            code = min(range(127), key=lambda c: (abs(e4m3[c] - size), c % 2))
             assert y == math.copysign(e4m3[code], x) or (x == 0 and y == 0)
         inexact += sum(x != y for x, y in zip(exact[:8], rounded[:8], strict=True))
     assert inexact == 275

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import blockpick
 import pytest
 import torch
+
+import blockpick
 
 INF, NAN = math.inf, math.nan
 SENTINEL = -77
@@ -155,7 +156,18 @@ def test_rows_shorter_equal_and_longer_than_topk(executor: Any, topk: int, order
 
 @pytest.mark.parametrize(
     ("init_blocks", "local_blocks", "topk"),
-    [(0, 0, 16), (1, 0, 16), (0, 3, 16), (2, 2, 4), (1, 1, 16), (8, 8, 16), (16, 0, 16), (0, 16, 16), (1, 0, 1), (3, 60, 64)],
+    [
+        (0, 0, 16),
+        (1, 0, 16),
+        (0, 3, 16),
+        (2, 2, 4),
+        (1, 1, 16),
+        (8, 8, 16),
+        (16, 0, 16),
+        (0, 16, 16),
+        (1, 0, 1),
+        (3, 60, 64),
+    ],
 )
 @pytest.mark.parametrize("order", ["score", "ascending"])
 def test_init_and_local_blocks_win_and_are_clipped_to_the_visible(
@@ -292,7 +304,9 @@ def test_zeros_of_either_sign_tie(executor: Any) -> None:
     """Products of -2^-200 and 2^-200 round to -0 and +0."""
     keys = torch.zeros(6, 128, 128)
     keys[:, :, 0] = torch.tensor([-1.0, 1, -1, 1, 1, -1])[:, None] * 2.0**-100
-    check(executor, [keys.flatten(0, 1)], (unit() * 2.0**-100).bfloat16(), [[[0, 1, 2, 3, 4, 5]]], topk=6, local_blocks=0)
+    check(
+        executor, [keys.flatten(0, 1)], (unit() * 2.0**-100).bfloat16(), [[[0, 1, 2, 3, 4, 5]]], topk=6, local_blocks=0
+    )
 
 
 @pytest.mark.parametrize("order", ["score", "local_last", "ascending"])
@@ -309,7 +323,7 @@ def test_neighbouring_floats_are_told_apart_at_every_magnitude(executor: Any) ->
         keys[..., 0], keys[..., 1] = sign * scale, (sign * scale * 2.0**-23 * order)[:, None]
         q = unit()
         q[..., 1] = 1
-        best = sorted(range(24), key=lambda block: -sign * int(order[block]))  # noqa: B023
+        best = sorted(range(24), key=lambda block: -sign * int(order[block]))
         check(executor, [keys.flatten(0, 1)], q, [[best]], topk=24, local_blocks=0)
 
 
@@ -360,7 +374,9 @@ def test_padding_rows_stay_untouched_and_need_permission(executor: Any, out_layo
         blockpick.CacheLayout("bf16"), num_heads=2, max_requests=2, max_query_len=2, max_seq_len=table.shape[1] * 128,
         out_layout=out_layout,
     )  # fmt: skip
-    out = torch.full((7, 2, 16) if out_layout == "thk" else (2, 7, 16), SENTINEL, dtype=torch.int32, device=executor.device)
+    out = torch.full(
+        (7, 2, 16) if out_layout == "thk" else (2, 7, 16), SENTINEL, dtype=torch.int32, device=executor.device
+    )
     plan = indexer.plan_decode(table, lens, query_len=2)
     with pytest.raises(ValueError, match=r"^q: .*\b4\b.*\b7\b.*allow_padding"):
         indexer.decode(plan, q, cache, out)

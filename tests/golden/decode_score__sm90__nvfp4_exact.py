@@ -36,7 +36,7 @@ def e2m1_to_f16(code):
 
 @triton.jit
 def load_queries(q_ptrs, mask_c, INTERPRETED: tl.constexpr):
-    """e4m3fn queries in f16, as two [64, COLUMNS] operands: the even and the odd dims, like the nibbles of the cache."""
+    """e4m3fn queries in f16, as two [64, COLUMNS] operands: even and odd dims, like the nibbles of the cache."""
     offs_b = tl.arange(0, 64)
     even = tl.load(q_ptrs[None, :] + 2 * offs_b[:, None], mask=mask_c[None, :], other=0)
     odd = tl.load(q_ptrs[None, :] + 2 * offs_b[:, None] + 1, mask=mask_c[None, :], other=0)

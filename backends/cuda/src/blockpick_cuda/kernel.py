@@ -52,6 +52,9 @@ class CudaLaunch:
             self._config.gridDimX = self._grid = grid
         if stream != self._stream:
             self._config.hStream = self._stream = stream
+        self._call()
+
+    def _call(self) -> None:
         code = driver.cuLaunchKernelEx(self._config, self._function, self._packed.address, 0)[0]
         if code:
-            raise DriverError(int(code), code.name, f"cuLaunchKernelEx({self._name}, grid {grid})")
+            raise DriverError(int(code), code.name, f"cuLaunchKernelEx({self._name}, grid {self._grid})")
