@@ -109,7 +109,9 @@ def decode_row(
         [lambda view=view: indexer.decode(plan, q, view, out) for view in views] * max(1, 8 // len(views))
     )
     tb_s = span / median / 1e6
-    variant = next(c.variant.name for c in indexer.choices if c.role == "decode_score")
+    scorers = [c.variant for c in indexer.choices if c.role == "decode_score"]
+    wide_enough = [scorer for scorer in scorers if scorer.axes["columns"] >= heads * query_len]
+    variant = min(wide_enough, key=lambda scorer: scorer.axes["columns"]).name
     share = f"{100 * tb_s / ceiling['read_tb_s']:3.0f}% of {ceiling['read_tb_s']:.2f} measured"
     line = (
         f"{variant:48s} {label:20s} H={heads} L={query_len} {median:8.1f} us (p90 {p90:.0f})  {tb_s:5.2f} TB/s  "

@@ -65,7 +65,6 @@ def decode_score(
     """
     if PDL:
         wait_for_producer()
-        release_dependents()
     unit = tl.program_id(0)
     num_units = tl.num_programs(0)
     total = tl.load(header_ptr).to(tl.int64)
@@ -99,3 +98,5 @@ def decode_score(
             tl.store(row_ptr + k, best * SCORE_SCALE, mask=mask_c)
         pos = stop
         request += 1
+    if PDL:
+        release_dependents()

