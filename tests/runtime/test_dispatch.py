@@ -180,10 +180,11 @@ def test_explain_names_choices_and_rejections(one_executor):
 
 
 def test_importing_needs_no_gpu_library_and_no_triton():
-    """A fresh interpreter: blockpick imports without CUDA, ROCm, Triton or rich, and says so by sys.modules."""
+    """A fresh interpreter: beyond what torch itself imports, blockpick brings no vendor binding, no Triton, no rich."""
     code = (
-        "import sys, blockpick; "
-        "print([m for m in ('triton', 'rich', 'cuda.bindings', 'hip', 'blockpick_cuda') if m in sys.modules])"
+        "import sys, torch; before = set(sys.modules); import blockpick; "
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} & "
+        "{'triton', 'rich', 'cuda', 'hip', 'rocm', 'blockpick_cuda', 'blockpick_rocm', 'blockpick_triton'}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
@@ -197,3 +198,32 @@ def test_packages_are_found_by_path(tmp_path, monkeypatch):
         assert list(installed_packages()) == ["gfx950"]
     finally:
         installed_packages.cache_clear()
+
+
+def test_launches_make_their_device_current(monkeypatch):
+    """A second GPU's default stream is only reached while that GPU is current; the CPU and the current GPU cost nothing."""
+    import torch
+
+    import blockpick.device as module
+
+    entered = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(self.device)
+
+        def __exit__(self, *error):
+            entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for device in ("cpu", "cuda:0"):
+        with module.on_device(torch.device(device)):
+            pass
+    assert entered == []
+    with module.on_device(torch.device("cuda:1")):
+        assert entered == [torch.device("cuda:1")]
+    assert entered[-1] is None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from .backend_api import ENTRY_POINT_GROUP, BinaryLoader, DeviceInfo
 from .errors import BlockpickError, UnsupportedArchError
+
+_ALREADY_THERE = nullcontext()
 
 
 @functools.cache
@@ -49,6 +52,13 @@ def current_stream(device: torch.device) -> int:
     object.
     """
     return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` current where it is not: a launch on the default stream goes to the current device's."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _ALREADY_THERE
+    return torch.cuda.device(device)
 
 
 def torch_vendor() -> str:

@@ -11,7 +11,7 @@ import torch
 
 from ..backend_api import DeviceInfo, Launch
 from ..config import ORDERS, IndexerConfig, Memory
-from ..device import current_stream
+from ..device import current_stream, on_device
 from ..dispatch import Choice, Need, find_package, load, select
 from ..layout import page_stride_bytes
 from ..manifest import KernelPackage
@@ -155,35 +155,34 @@ class KernelEngine:
         """Launch the plan kernel for one slot."""
         num_requests, width = block_table.shape
         chunks = -(-width * self.config.layout.blocks_per_page // self._plan_chunk)
-        self._launches[slot][query_len - 1][0](
-            num_requests * chunks,
-            current_stream(self.device),
-            seq_lens,
-            block_table,
-            block_table.stride(0),
-            num_requests,
-            width,
-        )
+        launch = self._launches[slot][query_len - 1][0]
+        with on_device(self.device):
+            launch(
+                num_requests * chunks, current_stream(self.device), seq_lens, block_table, block_table.stride(0),
+                num_requests, width,
+            )  # fmt: skip
 
     def run(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
         """Launch score, select and, where a row can have several splits, merge."""
         _, score, pick, merge = self._launches[plan.slot][plan.query_len - 1]
-        stream, size = current_stream(self.device), q.element_size()
+        units, size = self._units[plan.query_len - 1], q.element_size()
         stride_t, stride_h, _ = out_thk.stride()
-        score(
-            self._units[plan.query_len - 1],
-            stream,
-            q,
-            cache,
-            q.stride(0) * size,
-            q.stride(1) * size,
-            page_stride_bytes(cache),
-            cache.shape[0],
-        )
         rows = plan.num_requests * plan.query_len * self.config.num_heads
-        pick(rows * self._num_splits, stream, out_thk, stride_t, stride_h)
-        if self._num_splits > 1:
-            merge(rows, stream, out_thk, stride_t, stride_h)
+        with on_device(self.device):
+            stream = current_stream(self.device)
+            score(
+                units,
+                stream,
+                q,
+                cache,
+                q.stride(0) * size,
+                q.stride(1) * size,
+                page_stride_bytes(cache),
+                cache.shape[0],
+            )
+            pick(rows * self._num_splits, stream, out_thk, stride_t, stride_h)
+            if self._num_splits > 1:
+                merge(rows, stream, out_thk, stride_t, stride_h)
 
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """The slot's score scratch as [B, L, H, blocks] fp32; entries that no kernel scored are stale."""

@@ -11,7 +11,7 @@ import torch
 from ..backend_api import Launch
 from ..checks import check_aligned, check_int, check_last_stride, check_tensor
 from ..config import BACKENDS
-from ..device import current_stream, describe
+from ..device import current_stream, describe, on_device
 from ..dispatch import Choice, Need, find_package, interpreted_arch, load, pick_route, select
 from ..errors import UnsupportedConfigError
 from ..layout import HEAD_DIM, CacheLayout, page_stride_bytes
@@ -80,10 +80,11 @@ def insert(
         return
     launch, tokens = _launch(layout, shard, cache.device, backend, allow_jit, arch)
     count = index_k.shape[0]
-    launch(
-        -(-count // tokens), current_stream(cache.device), index_k, slot_mapping, cache, index_k.stride(0),
-        page_stride_bytes(cache), count, cache.shape[0] * layout.page_size,
-    )  # fmt: skip
+    with on_device(cache.device):
+        launch(
+            -(-count // tokens), current_stream(cache.device), index_k, slot_mapping, cache, index_k.stride(0),
+            page_stride_bytes(cache), count, cache.shape[0] * layout.page_size,
+        )  # fmt: skip
 
 
 def _launch(
