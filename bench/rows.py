@@ -165,7 +165,7 @@ def host_rows(cases: dict[str, Any], wanted: str, ceiling: dict[str, float]) -> 
     launch = indexer._engine._launches[0][0][2]  # type: ignore[attr-defined]
     handle = indexer.handle()
     calls = {
-        "one launch through the driver API": lambda: launch(1, stream, out, TOPK, TOPK),
+        "one launch through the driver API": lambda: launch(1, stream, out, TOPK, TOPK, 1),
         "eager decode, two launches": lambda: indexer.decode(plan, q, cache, out),
         "torch.ops.blockpick.decode_pick": lambda: torch.ops.blockpick.decode_pick(q, cache, out, handle),
     }

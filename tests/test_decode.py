@@ -13,14 +13,17 @@ CACHES = [("bf16", None), ("e4m3fn", None), ("nvfp4", "exact"), ("nvfp4", "e4m3"
 # three requests: more than topk blocks with a partial last block, exactly full pages, fewer than topk
 LENS = (2500, 2304, 700)
 
+ORDERS = ("score", "ascending", "local_last")
+SHAPES = {"c16": (2, 2), "c32": (4, 5)}  # columns of the scorer: heads, queries
+
 CONFORMANCE = [
-    DecodeCase(f"{dtype}-{rounding}-L{query_len}-{order}", dtype, LENS, num_heads=heads, query_len=query_len, topk=topk,
-               order=order, page_size=page, rounding=rounding, data="integer")
-    for dtype, rounding in CACHES
-    for heads, query_len, topk, order, page in (
-        (2, 2, 16, "score", 128), (4, 5, 16, "local_last", 256),
-        (1, 1, 40, "ascending", 128), (4, 1, 16, "local_last", 128),
-    )
+    DecodeCase(f"{dtype}-{rounding}-{columns}-{order}", dtype, LENS, num_heads=heads, query_len=queries, order=order,
+               page_size=256 if order == "local_last" else 128, rounding=rounding, data="integer")
+    for dtype, rounding in CACHES for columns, (heads, queries) in SHAPES.items() for order in ORDERS
+] + [
+    # a row of two splits: both capacities of select and merge
+    DecodeCase(f"splits-k{topk}-{order}", "e4m3fn", (2050 * 128 - 5, 2304, 700), topk=topk, order=order, data="integer")
+    for topk in (16, 40) for order in ORDERS
 ]  # fmt: skip
 
 
@@ -41,9 +44,12 @@ def test_scores_match_float64(executor, case):
     run_case(case, executor.indexer, executor.device)
 
 
-def test_long_rows_are_split_and_merged(one_executor):
-    """2100 blocks: two splits of one row, ties across them, beside a request of one block."""
-    case = DecodeCase("split", "e4m3fn", (2100 * 128 - 5, 100), data="integer", order="local_last", topk=20)
+@pytest.mark.slow
+def test_large_skewed_batch(one_executor):
+    """1030 requests, more than one load of the plan kernel: one of 40 blocks among short and empty ones."""
+    lens = [3 * (b % 130) for b in range(1030)]
+    lens[777] = 40 * 128 - 7
+    case = DecodeCase("1030 requests", "e4m3fn", tuple(lens), data="integer", topk=4, order="local_last")
     run_case(case, one_executor.indexer, one_executor.device)
 
 
@@ -126,3 +132,18 @@ def test_memory_states_every_buffer(executor):
     held = sum(t.numel() * t.element_size() for buffers in indexer._engine.buffers for t in buffers.values())
     assert indexer.memory().total_bytes == held
     assert "scores" in str(indexer.memory())
+
+
+def test_a_plan_of_another_batch_shape_gives_empty_rows(executor):
+    """What a graph replay does after a wrong plan: the old launch over the new plan reads nothing and emits pads."""
+    case = DecodeCase("shape", "e4m3fn", (2500, 2304, 700, 300), query_len=2, data="integer")
+    indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
+    captured = indexer.plan_decode(batch.block_table[:1], batch.seq_lens[:1], query_len=2)
+    for requests, query_len in ((4, 2), (1, 1), (2, 1)):
+        indexer.plan_decode(batch.block_table[:requests], batch.seq_lens[:requests], query_len=query_len)
+        before = indexer._engine.buffers[0]["scores"].clone()
+        out = torch.full((4, 1, 16), -7, dtype=torch.int32, device=executor.device)
+        indexer._engine.run(captured, batch.q[:2], batch.cache, out)
+        assert out[:2].unique().tolist() == [-1], (requests, query_len)
+        assert out[2:].unique().tolist() == [-7]
+        assert torch.equal(indexer._engine.buffers[0]["scores"].view(torch.int32), before.view(torch.int32))

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 import torch
+from support import ROOT
 
-from blockpick import CacheLayout
+from blockpick import CacheLayout, Indexer, insert
 from blockpick.testing.cases import DecodeCase, build, check_batch
+from blockpick.testing.reference import block_scores, insert_reference, select_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.requires(ngpus=1)]
 CACHES = [("bf16", None), ("e4m3fn", None), ("nvfp4", "exact"), ("nvfp4", "e4m3")]
@@ -108,20 +113,173 @@ def test_the_next_writer_of_q_waits(executor):
     assert int(wrong) == 0
 
 
+def wide_batch(dtype, page_size, heads=4, query_len=8):
+    """300 blocks and more; keys over many magnitudes, so that another order of summation shows in the bits."""
+    generator = torch.Generator().manual_seed(7)
+    layout = CacheLayout(dtype, page_size)
+    lens = [40_000, 9_000, 2_500]
+    pages = [-(-length // page_size) for length in lens]
+    cache, table = layout.empty(sum(pages), "cuda:0"), torch.zeros(3, max(pages), dtype=torch.int32)
+    cache.view(torch.uint8).zero_()
+    for b, length in enumerate(lens):
+        mine = torch.arange(sum(pages[:b]), sum(pages[: b + 1]))
+        table[b, : pages[b]] = mine
+        scale = 2.0 ** torch.randint(-6, 6, (length, 128), generator=generator)
+        keys = (torch.randn(length, 128, generator=generator) * scale).bfloat16()
+        slots = mine.repeat_interleave(page_size)[:length] * page_size + torch.arange(length) % page_size
+        insert(layout, cache, keys.cuda(), slots.cuda())
+    q = torch.randn(3 * query_len, heads, 128, generator=generator) * 2.0 ** torch.randint(
+        -4, 4, (128,), generator=generator
+    )
+    return layout, cache, table.cuda(), torch.tensor(lens, dtype=torch.int32).cuda(), q.cuda().to(layout.query_dtype)
+
+
 @pytest.mark.parametrize("dtype,rounding", CACHES)
-def test_bits_repeat_over_shapes_of_the_batch(executor, dtype, rounding):
-    """A request's scores have the same bits in every batch, and in every repeat."""
-    case = DecodeCase("bits", dtype, (9000, 2500, 40000), num_heads=4, query_len=8, rounding=rounding)
+def test_bits_of_a_score_depend_on_query_and_block_only(executor, dtype, rounding):
+    """32 columns, each alone in the narrowest variant, one request alone, pages of 128 and 256: the same bits throughout."""
+    bits = {}
+    for page_size in (128, 256):
+        layout, cache, table, lens, q = wide_batch(dtype, page_size)
+
+        def scores(num_heads, query_len, table, lens, q, layout=layout, cache=cache):
+            indexer = executor.indexer(
+                layout, num_heads=num_heads, max_query_len=query_len, max_requests=len(lens), max_seq_len=40_192,
+                nvfp4_rounding=rounding,
+            )  # fmt: skip
+            plan = indexer.plan_decode(table, lens, query_len=query_len)
+            out = torch.empty(len(q), num_heads, 16, dtype=torch.int32, device="cuda:0")
+            indexer.decode(plan, q, cache, out)
+            return indexer.scores(plan).view(torch.int32).clone()
+
+        whole = scores(4, 8, table, lens, q)
+        for b, seen in enumerate((310, 68, 18)):  # blocks that every query of the request sees in full
+            bits[page_size, b] = whole[b, :, :, :seen]
+            alone = scores(4, 8, table[b : b + 1], lens[b : b + 1], q[8 * b : 8 * b + 8])
+            assert torch.equal(alone[0, :, :, :seen], whole[b, :, :, :seen]), "request alone"
+            for head in range(4):
+                for i in (0, 3, 7):
+                    one = scores(
+                        1, 1, table[b : b + 1], lens[b : b + 1] - 7 + i, q[8 * b + i : 8 * b + i + 1, head : head + 1]
+                    )
+                    assert torch.equal(one[0, 0, 0, :seen], whole[b, i, head, :seen]), f"head {head}, query {i} alone"
+    for b in range(3):
+        assert torch.equal(bits[128, b], bits[256, b]), "page size"
+
+
+def test_layers_in_a_row_do_not_disturb_each_other(executor):
+    """200 decodes of three alternating layers in one graph, each its own q, cache and output, over one scratch."""
+    cases = [
+        DecodeCase("layer", "nvfp4", (2500, 1700, 2900), query_len=4, num_heads=4, seed=seed) for seed in (1, 2, 3)
+    ]
+    indexer = executor.indexer(cases[0].layout(), **cases[0].options())
+    batches = [build(case).to(executor.device) for case in cases]
+    plan = indexer.plan_decode(batches[0].block_table, batches[0].seq_lens, query_len=4)
+    expected = []
+    for batch in batches:
+        indexer.decode(plan, batch.q, batch.cache, batch.out)
+        torch.cuda.synchronize()
+        expected.append(batch.out.clone())
+    assert not torch.equal(expected[0], expected[1])
+    outs = [torch.full((12, 4, 16), -5, dtype=torch.int32, device=executor.device) for _ in range(200)]
+
+    def layers():
+        for index, out in enumerate(outs):
+            batch = batches[index % 3]
+            indexer.decode(plan, batch.q, batch.cache, out)
+
+    graph = capture(layers)
+    for _ in range(3):
+        for out in outs:
+            out.fill_(-5)
+        graph.replay()
+        assert all(torch.equal(out, expected[index % 3]) for index, out in enumerate(outs))
+
+
+def test_decode_sees_the_insert_before_it(executor):
+    """insert, then decode, in one graph: replays with other keys give the ids of those keys."""
+    case = DecodeCase("insert", "nvfp4", (2500,), data="integer")
+    batch = build(case).to(executor.device)
+    indexer = executor.indexer(case.layout(), **case.options())
+    plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)
+    slots = (
+        batch.block_table[0, :20].long().repeat_interleave(128) * 128 + torch.arange(2560, device=executor.device) % 128
+    )
+    slots = slots[:2500].contiguous()
+    keys = torch.zeros(2500, 128, dtype=torch.bfloat16, device=executor.device)
+
+    def step():
+        executor.insert(case.layout(), batch.cache, keys, slots)
+        indexer.decode(plan, batch.q, batch.cache, batch.out)
+
+    step()
+    graph = capture(step)
+    seen = set()
+    for seed in range(4):
+        fresh = torch.randint(-2, 3, (2500, 128), generator=torch.Generator().manual_seed(seed)).bfloat16()
+        keys.copy_(fresh)
+        batch.out.fill_(-5)
+        graph.replay()
+        cpu = batch.to("cpu")
+        insert_reference(case.layout(), cpu.cache, fresh, slots.cpu())
+        assert torch.equal(cpu.cache.view(torch.uint8), batch.cache.cpu().view(torch.uint8))
+        scores = block_scores(case.layout(), cpu.cache, cpu.q, cpu.block_table, cpu.seq_lens, 1)[0, 0, 0].float()
+        assert batch.out[0, 0].tolist() == select_blocks(scores, 2499, 16, 0, 1, "score", "minus_one")
+        seen.add(tuple(batch.out[0, 0].tolist()))
+    assert len(seen) == 4
+
+
+def test_a_replay_after_a_plan_of_another_shape_is_empty(executor):
+    """More requests, fewer, or another query_len: no row is read or written outside the captured batch, all are empty."""
+    layout = CacheLayout("nvfp4")
+    cache = layout.empty(30, executor.device)
+    cache.view(torch.uint8).fill_(0x11)
+    indexer = executor.indexer(layout, max_requests=4, max_query_len=2, max_seq_len=3840)
+    table = torch.arange(30, dtype=torch.int32, device=executor.device).repeat(4, 1)
+    lens = torch.full((4,), 3000, dtype=torch.int32, device=executor.device)
+    storage = torch.full((6, 1, 16), -7, dtype=torch.int32, device=executor.device)
+    q = torch.ones(2, 1, 128, device=executor.device).to(torch.float8_e4m3fn)
+    plan = indexer.plan_decode(table[:2], lens[:2], query_len=1)
+    graph = capture(lambda: indexer.decode(plan, q, cache, storage[:2]))
+    graph.replay()
+    assert bool((storage[:2] >= 0).all())
+    for requests, query_len in ((4, 1), (1, 1), (2, 2), (1, 2)):
+        indexer.plan_decode(table[:requests], lens[:requests], query_len=query_len)
+        graph.replay()
+        assert bool((storage[:2] == -1).all()), (requests, query_len)
+        assert bool((storage[2:] == -7).all())
+    indexer.plan_decode(table[:2], lens[:2], query_len=1)
+    graph.replay()
+    assert bool((storage[:2] >= 0).all())
+
+
+def test_a_new_thread_can_decode_and_insert(executor):
+    """A thread that made no CUDA call before: its first launch finds a context, on the default stream."""
+    case = DecodeCase("thread", "nvfp4", (2500,), data="integer")
     indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
-    plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=8)
+    plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)
     indexer.decode(plan, batch.q, batch.cache, batch.out)
-    whole = indexer.scores(plan)[1, :, :, :18].clone()
-    ids = batch.out[8:16].clone()
-    single = indexer.plan_decode(batch.block_table[1:2], batch.seq_lens[1:2], query_len=8)
-    out = torch.empty(8, 4, 16, dtype=torch.int32, device=executor.device)
-    indexer.decode(single, batch.q[8:16], batch.cache, out)
-    assert torch.equal(indexer.scores(single)[0, :, :, :18].view(torch.int32), whole.view(torch.int32))
-    assert torch.equal(out, ids)
+    expected = batch.out.clone()
+    keys = torch.ones(1, 128, dtype=torch.bfloat16, device=executor.device)
+    slots = torch.tensor([-1], device=executor.device)
+    torch.cuda.synchronize()
+    errors = []
+
+    def work():
+        try:
+            executor.insert(case.layout(), batch.cache, keys, slots)
+            batch_out = outs.pop()
+            indexer.decode(plan, batch.q, batch.cache, batch_out)
+            torch.cuda.synchronize()
+            done.append(batch_out)
+        except Exception as error:
+            errors.append(error)
+
+    outs, done = [torch.full_like(expected, -5)], []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert torch.equal(done[0], expected)
 
 
 def test_nothing_is_compiled_for_new_shapes(executor, monkeypatch):
@@ -142,17 +300,37 @@ def test_nothing_is_compiled_for_new_shapes(executor, monkeypatch):
     assert dispatch.load.cache_info().misses == before
 
 
+@pytest.mark.requires(tool="compute-sanitizer")
+def test_memcheck_is_clean():
+    """Decode and insert of every cache dtype under memcheck: no invalid access."""
+    tests = [
+        "tests/test_decode.py",
+        "tests/test_insert.py",
+        "-k",
+        "aot and not triton and (conformance or padded or unpopulated or shard)",
+    ]
+    command = [
+        "compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9",
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *tests,
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
+    assert result.returncode == 0, result.stdout[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in result.stdout
+    assert "passed" in result.stdout
+
+
 def test_host_time_per_launch(executor, record_property):
     """Packing and checking cost little more than the driver call itself; all host times are reported."""
     case = DecodeCase("host", "nvfp4", (2500,))
-    indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
+    indexer = Indexer(case.layout(), device=executor.device, backend=executor.backend, **case.options())
+    batch = build(case).to(executor.device)
     plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)
     launch, stream = indexer._engine._launches[0][0][2], torch.cuda.current_stream().cuda_stream
     handle, driver_call = indexer.handle(), launch._call
-    launch(1, stream, batch.out, 16, 16)
+    launch(1, stream, batch.out, 16, 16, 1)
     calls = {
         "driver call alone": driver_call,
-        "one launch": lambda: launch(1, stream, batch.out, 16, 16),
+        "one launch": lambda: launch(1, stream, batch.out, 16, 16, 1),
         "decode": lambda: indexer.decode(plan, batch.q, batch.cache, batch.out),
         "torch op": lambda: torch.ops.blockpick.decode_pick(batch.q, batch.cache, batch.out, handle),
     }

@@ -22,8 +22,8 @@ many = settings(max_examples=300, deadline=None, derandomize=True, database=None
 @st.composite
 def cases(draw: st.DrawFn, dtype: str) -> DecodeCase:
     """A small batch with any legal options."""
-    query_len = draw(st.integers(1, 4))
-    heads = draw(st.sampled_from([1, 2]))
+    query_len = draw(st.integers(1, 8))
+    heads = draw(st.sampled_from([1, 2, 4]))
     edges = st.sampled_from([0, 1, query_len - 1, 127, 128, 129, 255, 256, 257, 16 * 128, 17 * 128, 17 * 128 + 1])
     lens = draw(st.lists(edges | st.integers(0, 22 * 128), min_size=1, max_size=2))
     topk = draw(st.sampled_from([1, 2, 15, 16, 17, 33, 64]))
@@ -33,7 +33,8 @@ def cases(draw: st.DrawFn, dtype: str) -> DecodeCase:
     return DecodeCase(
         "random", dtype, tuple(lens), draw(st.sampled_from([128, 256])), heads, query_len, topk, init, local, order,
         draw(st.sampled_from(["thk", "htk"])), draw(st.sampled_from(["minus_one", "block_zero"])),
-        draw(st.sampled_from([None, "exact", "e4m3"])) if dtype == "nvfp4" else None, "integer",
+        draw(st.sampled_from([None, "exact", "e4m3"])) if dtype == "nvfp4" else None,
+        draw(st.sampled_from(["integer", "normal", "special"])),
         draw(st.integers(0, 3)) if max(lens) else 1, draw(st.sampled_from([0, 16, 4096])), draw(st.integers(0, 2**31 - 1)),
     )  # fmt: skip
 

@@ -448,3 +448,11 @@ def test_case_24_unsharded_cache_of_a_sharded_layout_and_back() -> None:
     for layout, other, rows in ((whole, half, 256), (half, whole, 128)):
         with pytest.raises(ValueError, match=rf"^cache: .*\b{rows}\b"):
             layout.check(other.empty(2, "cpu"))
+
+
+def test_an_expanded_output_is_refused(executor: Any) -> None:
+    """Rows that share memory would overwrite each other."""
+    step = Step(executor)
+    one = torch.full((1, *step.out.shape[1:]), SENTINEL, dtype=torch.int32, device=executor.device)
+    step.refuses("out", "expanded", out=one.expand(step.out.shape))
+    assert bool((one == SENTINEL).all())

@@ -166,27 +166,33 @@ def test_triton_mode_is_fixed_by_its_first_import():
         _import_triton(interpret=not interpreted)
 
 
-XOR_SCRIPT = """
+SORT_SCRIPT = """
 import numpy as np, torch, triton, triton.language as tl
-from blockpick_triton.interpreter import reduce_xor_with_numpy
-
-reduce_xor_with_numpy()
+from blockpick_triton.interpreter import sort_with_numpy
 
 @triton.jit
-def kernel(x_ptr, top_ptr, sorted_ptr):
-    x = tl.load(x_ptr + tl.arange(0, 256))
+def kernel(x_ptr, top_ptr, up_ptr, down_ptr):
+    x = tl.load(x_ptr + tl.arange(0, 64))
     tl.store(top_ptr + tl.arange(0, 16), tl.topk(x, 16))
-    tl.store(sorted_ptr + tl.arange(0, 256), tl.sort(x))
+    tl.store(up_ptr + tl.arange(0, 64), tl.sort(x))
+    tl.store(down_ptr + tl.arange(0, 64), tl.sort(x, descending=True))
 
-keys = torch.from_numpy(np.random.default_rng(0).integers(-(2**60), 2**60, 256)) // 7 * 7
-top, ascending = torch.zeros(16, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
-kernel[(1,)](keys, top, ascending)
-print(torch.equal(ascending, keys.sort().values), torch.equal(top, keys.sort(descending=True).values[:16]))
+keys = torch.from_numpy(np.random.default_rng(0).integers(-(2**60), 2**60, 64)) // 7 * 7
+keys[5] = keys[9]
+
+def run():
+    outs = [torch.zeros(n, dtype=torch.int64) for n in (16, 64, 64)]
+    kernel[(1,)](keys, *outs)
+    return outs
+
+network = run()
+sort_with_numpy()
+print(all(map(torch.equal, network, run())), torch.equal(network[1], keys.sort().values))
 """
 
 
-def test_fast_xor_reduction_sorts_like_numpy(tmp_path):
-    """Sort and topk of the interpreter, with the reduction by numpy, on int64 keys."""
+def test_sorting_with_numpy_equals_the_bitonic_network(tmp_path):
+    """tl.sort and tl.topk of the interpreter before and after the replacement, on int64 keys with a duplicate."""
     script = tmp_path / "script.py"
-    script.write_text(XOR_SCRIPT)
+    script.write_text(SORT_SCRIPT)
     assert run_python([str(script)], TRITON_INTERPRET="1").split() == ["True", "True"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from blockpick_codegen.axes import DefinitionError, Op, Target, Variant
 from blockpick_codegen.expand import load_matrix
@@ -99,3 +100,9 @@ def test_command_line_list():
         f"| total | {' | '.join(str(len(MATRIX.matching([f'__{t}']))) for t in TARGETS)} |"
         in run("list", "--table").stdout
     )
+
+
+def test_the_readme_states_the_variant_counts():
+    from blockpick_codegen.__main__ import count_table
+
+    assert count_table(MATRIX) in (ROOT / "README.md").read_text()

@@ -49,6 +49,7 @@ def decode_score(
     stride_scores,
     blocks_per_page,
     pool_pages,
+    num_requests,
     num_heads,
     query_len,
     ROWS: tl.constexpr,
@@ -67,7 +68,8 @@ def decode_score(
         wait_for_producer()
     unit = tl.program_id(0)
     num_units = tl.num_programs(0)
-    total = tl.load(header_ptr).to(tl.int64)
+    planned = (tl.load(header_ptr + 2) == num_requests) & (tl.load(header_ptr + 3) == query_len)
+    total = tl.where(planned, tl.load(header_ptr), 0).to(tl.int64)
     max_position = tl.load(header_ptr + 1)
     pos = (unit * total // num_units).to(tl.int32)
     end = ((unit + 1) * total // num_units).to(tl.int32)

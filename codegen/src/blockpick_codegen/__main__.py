@@ -19,7 +19,7 @@ from .axes import DefinitionError, Variant
 from .compile import compile_all, make_job
 from .expand import Matrix, load_matrix
 from .inspect import failed_gates
-from .manifest import SCHEMA_FILE, package_folder, write_packages
+from .manifest import SCHEMA_FILE, cached_binaries, package_folder, write_packages
 from .render import check_seal
 
 console = Console(stderr=True)
@@ -31,31 +31,34 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
         ("list", "print the variants"),
-        ("render", "write sources and manifests without binaries"),
+        ("render", "write all sources and manifests, with the binaries that the cache holds"),
         ("compile", "compile and write sources, binaries and manifests"),
-        ("check", "verify what was written: schema, digests, seals, gates"),
+        ("check", "verify what was written: schema, digests, seals, completeness"),
     ):
         command = commands.add_parser(name, help=help_text)
-        command.add_argument("filters", nargs="*", help="substrings or globs of variant names")
+        if name != "render":
+            command.add_argument("filters", nargs="*", help="substrings or globs of variant names")
         command.add_argument("--root", type=Path, default=Path.cwd(), help="repository root (default: here)")
-        if name == "compile":
+        if name in ("render", "compile"):
             command.add_argument("--cache", type=Path, help="content-addressed cache (default: ROOT/build/cache)")
+        if name == "compile":
             command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
         if name == "list":
             command.add_argument("--table", action="store_true", help="counts per op and architecture, as Markdown")
     args = parser.parse_args(argv)
     try:
         matrix = load_matrix()
-        chosen = matrix.matching(args.filters)
+        chosen = matrix.matching(getattr(args, "filters", ()))
+        cache = getattr(args, "cache", None) or args.root / "build" / "cache"
         if args.command == "list":
             print(count_table(matrix) if args.table else "\n".join(str(variant) for variant in chosen))
             return 0
         if args.command == "render":
-            folders = write_packages(matrix, args.root, {})
+            folders = write_packages(matrix, args.root, cached_binaries(matrix, cache))
             console.print(f"rendered {len(matrix.variants)} variants into {len(folders)} packages")
             return 0
         if args.command == "compile":
-            return compile_packages(matrix, chosen, args.root, args.cache or args.root / "build" / "cache", args.jobs)
+            return compile_packages(matrix, chosen, args.root, cache, args.jobs)
         return check_packages(matrix, args.root, chosen)
     except DefinitionError as error:
         console.print(f"[red]{error}")
@@ -98,7 +101,7 @@ def compile_packages(matrix: Matrix, chosen: tuple[Variant, ...], root: Path, ca
     if failures.row_count:
         console.print(failures)
         return 1
-    write_packages(matrix, root, compiled)
+    write_packages(matrix, root, cached_binaries(matrix, cache) | compiled)
     console.print(f"compiled {len(chosen)} of {len(matrix.variants)} variants; every gate passed")
     return 0
 

@@ -65,6 +65,12 @@ def variant_record(matrix: Matrix, variant: Variant, job: Job, source: Source, c
     return record
 
 
+def cached_binaries(matrix: Matrix, cache: Path) -> dict[str, Path]:
+    """Cache folders of the variants whose present definition was compiled before, by name."""
+    folders = {variant.name: cache / make_job(matrix, variant).key() for variant in matrix.variants}
+    return {name: folder for name, folder in folders.items() if (folder / "facts.json").exists()}
+
+
 def write_packages(matrix: Matrix, root: Path, compiled: dict[str, Path]) -> list[Path]:
     """Write every architecture's package: sources, the binaries in ``compiled`` (by variant name), and the manifest."""
     written = []

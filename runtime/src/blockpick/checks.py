@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from .device import on_device
 from .errors import UnsupportedArchError
 
 
@@ -45,6 +46,13 @@ def check_aligned(name: str, tensor: torch.Tensor, alignment: int) -> None:
         )
 
 
+def check_distinct_elements(name: str, tensor: torch.Tensor) -> None:
+    """Raise where a dimension is expanded (stride 0): several elements would share one place."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            raise ValueError(f"{name}: dimension {dim} is expanded (stride 0); every element needs a place of its own")
+
+
 def check_int(name: str, value: object, low: int, high: int, hint: str) -> None:
     """Raise unless ``value`` is an integer (no bool) in ``low..high``; ``hint`` says where the bounds come from."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -53,7 +61,11 @@ def check_int(name: str, value: object, low: int, high: int, hint: str) -> None:
 
 def check_not_capturing(device: torch.device, call: str) -> None:
     """Raise inside a CUDA or HIP graph capture."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        return
+    with on_device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         raise RuntimeError(f"{call}: not allowed inside a graph capture; call it before the capture and every replay")
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any
@@ -14,6 +15,7 @@ from .backend_api import ENTRY_POINT_GROUP, BinaryLoader, DeviceInfo
 from .errors import BlockpickError, UnsupportedArchError
 
 _ALREADY_THERE = nullcontext()
+_thread = threading.local()
 
 
 @functools.cache
@@ -55,10 +57,16 @@ def current_stream(device: torch.device) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make ``device`` current where it is not: a launch on the default stream goes to the current device's."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+    """Make ``device`` current where it is not: a launch on the default stream goes to the current device's.
+
+    A new thread has no driver context although torch names a current device; the first call binds it.
+    """
+    if device.type != "cuda":
         return _ALREADY_THERE
-    return torch.cuda.device(device)
+    if not hasattr(_thread, "bound"):
+        torch.cuda.set_device(torch.cuda.current_device())
+        _thread.bound = True
+    return _ALREADY_THERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def torch_vendor() -> str:

@@ -17,8 +17,6 @@ from .device import binary_loader, installed_backends
 from .errors import KernelNotInstalledError, UnsupportedArchError
 from .manifest import InstalledVariant, KernelPackage, installed_packages
 
-ROUTES = ("aot", "jit", "interpreter")
-
 
 @dataclass(frozen=True)
 class Need:

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from .checks import check_aligned, check_int, check_last_stride, check_not_capturing, check_tensor, resolve_device
+from .checks import (
+    check_aligned,
+    check_distinct_elements,
+    check_int,
+    check_last_stride,
+    check_not_capturing,
+    check_tensor,
+    resolve_device,
+)
 from .config import BACKENDS, IndexerConfig, Memory
 from .device import binary_loader, describe, torch_vendor
 from .dispatch import Choice, interpreted_arch, pick_route
@@ -132,7 +140,6 @@ class Indexer:
             "route": self.route,
             "plans": sum(self._generations),
             "decode_calls": self._decode_calls,
-            "fallbacks": 0,
         }
 
     def handle(self, slot: int = 0) -> int:
@@ -201,6 +208,10 @@ class Indexer:
     ) -> torch.Tensor:
         """Write the picked block ids of one layer. No allocation, no synchronisation, safe inside a graph capture.
 
+        A captured decode reads the slot's buffers: before each replay, plan the slot for a batch of the captured shape
+        (``num_requests`` and ``query_len``; pad with zero lengths), and keep the indexer alive. After a plan of another
+        shape a replay emits empty rows. Inside ``torch.compile`` the slot's current plan is used.
+
         Parameters
         ----------
         plan : DecodePlan
@@ -243,9 +254,9 @@ class Indexer:
         facts = (plan.num_requests, plan.query_len, allow_padding, _facts(q), _facts(cache), _facts(out))
         if facts not in self._accepted:
             self._check_decode(plan, q, cache, out, allow_padding)
+            if len(self._accepted) >= MAX_ACCEPTED:
+                self._accepted.clear()
             self._accepted[facts] = None
-            if len(self._accepted) > MAX_ACCEPTED:
-                self._accepted.pop(next(iter(self._accepted)))
         self._engine.run(plan, q, cache, out if self.config.out_layout == "thk" else out.transpose(0, 1))
         self._decode_calls += 1
         return out
@@ -287,6 +298,7 @@ class Indexer:
         if tuple(out.shape) != expected:
             raise ValueError(f"out: must have shape {list(expected)} ({config.out_layout}), has {list(out.shape)}")
         check_last_stride("out", out)
+        check_distinct_elements("out", out)
 
 
 def _facts(tensor: torch.Tensor) -> object:

@@ -93,8 +93,8 @@ class KernelPackage:
 
     @property
     def has_binaries(self) -> bool:
-        """Whether the package was compiled, not only rendered."""
-        return any(variant.record["file"] for variant in self.variants)
+        """Whether every variant was compiled, not only rendered."""
+        return all(variant.record["file"] for variant in self.variants)
 
 
 def read_package(folder: Path) -> KernelPackage:

@@ -15,7 +15,7 @@ from typing import Any
 from blockpick.backend_api import Kernel, KernelBinary, KernelSource
 from blockpick.errors import BlockpickError
 
-from .interpreter import InterpretedKernel, reduce_xor_with_numpy
+from .interpreter import InterpretedKernel, sort_with_numpy
 
 
 class TritonBackend:
@@ -59,7 +59,7 @@ class TritonBackend:
             When Triton is missing, or was imported without TRITON_INTERPRET=1.
         """
         _import_triton(interpret=True)
-        reduce_xor_with_numpy()
+        sort_with_numpy()
         return InterpretedKernel(source, load_function(source))
 
 

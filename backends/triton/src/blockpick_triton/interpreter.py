@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from blockpick.backend_api import KernelSource, Launch, Value, ordered_arguments
 
 class InterpretedKernel:
     """One source in the interpreter. Its programs run one after another, so launch-order intrinsics are off (PDL), and
-    ``INTERPRETED`` asks the source for the twin of what the interpreter can't do (bf16 products).
+    ``INTERPRETED`` asks the source for the twin of what the interpreter can't do (bf16 products, NaN of e4m3fn).
     """
 
     def __init__(self, source: KernelSource, function: Any) -> None:
@@ -47,24 +47,21 @@ def as_bytes(value: Value, kind: str) -> Value:
     return value.view(torch.uint8)
 
 
-def reduce_xor_with_numpy() -> None:
-    """Make the interpreter reduce by XOR with numpy instead of element by element.
+def sort_with_numpy() -> None:
+    """Let numpy do what ``tl.sort`` and ``tl.topk`` do, in place of the library's bitonic network.
 
-    ``tl.sort`` and ``tl.topk`` reduce by XOR in every step, which takes seconds a row otherwise. The result is the
-    same.
+    The network takes seconds a row in the interpreter. Values are the same: both sort by value along the last
+    dimension.
     """
-    from triton.language import standard
-    from triton.runtime.interpreter import ReduceOps
+    from triton.language import core, standard
+    from triton.runtime.interpreter import TensorHandle
 
-    if getattr(ReduceOps.apply_impl, "reduces_xor", False):
-        return
-    slow: Callable[[Any, Any], Any] = ReduceOps.apply_impl
+    def sort_impl(x: Any, k: Any = None, dim: Any = None, descending: Any = False) -> Any:
+        k, descending = core._unwrap_if_constexpr(k), core._unwrap_if_constexpr(descending)
+        data = np.sort(x.handle.data, axis=-1)
+        if descending:
+            data = data[..., ::-1]
+        data = np.ascontiguousarray(data[..., :k])
+        return core.tensor(TensorHandle(data, x.dtype.scalar), core.block_type(x.dtype.scalar, list(data.shape)))
 
-    def apply_impl(self: Any, input: Any) -> Any:
-        if self.combine_fn is standard._xor_combine and self.axis is not None and len(input) == 1:
-            data = np.bitwise_xor.reduce(input[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
-            return self.to_tensor(data, input[0].dtype)
-        return slow(self, input)
-
-    apply_impl.reduces_xor = True  # type: ignore[attr-defined]
-    ReduceOps.apply_impl = apply_impl
+    standard.sort_impl = sort_impl

@@ -18,8 +18,8 @@ from ..manifest import KernelPackage
 from ..plan import DecodePlan, SlotSizes, num_splits
 
 PLAN_ARGS = ("seq_lens_ptr", "block_table_ptr", "stride_table", "num_requests", "table_width")
-SCORE_ARGS = ("q_ptr", "cache_ptr", "stride_q_t", "stride_q_h", "stride_page", "pool_pages")
-SELECT_ARGS = ("out_ptr", "stride_out_t", "stride_out_h")
+SCORE_ARGS = ("q_ptr", "cache_ptr", "stride_q_t", "stride_q_h", "stride_page", "pool_pages", "num_requests")
+SELECT_ARGS = ("out_ptr", "stride_out_t", "stride_out_h", "num_requests")
 
 
 class DecodeEngine(Protocol):
@@ -170,19 +170,11 @@ class KernelEngine:
         rows = plan.num_requests * plan.query_len * self.config.num_heads
         with on_device(self.device):
             stream = current_stream(self.device)
-            score(
-                units,
-                stream,
-                q,
-                cache,
-                q.stride(0) * size,
-                q.stride(1) * size,
-                page_stride_bytes(cache),
-                cache.shape[0],
-            )
-            pick(rows * self._num_splits, stream, out_thk, stride_t, stride_h)
+            strides = (q.stride(0) * size, q.stride(1) * size, page_stride_bytes(cache))
+            score(units, stream, q, cache, *strides, cache.shape[0], plan.num_requests)
+            pick(rows * self._num_splits, stream, out_thk, stride_t, stride_h, plan.num_requests)
             if self._num_splits > 1:
-                merge(rows, stream, out_thk, stride_t, stride_h)
+                merge(rows, stream, out_thk, stride_t, stride_h, plan.num_requests)
 
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """The slot's score scratch as [B, L, H, blocks] fp32; entries that no kernel scored are stale."""

@@ -104,15 +104,19 @@ def query_positions(seq_lens: torch.Tensor, query_len: int, table_tokens: int) -
 
 def block_scores(
     layout: CacheLayout, cache: torch.Tensor, q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
-    query_len: int, rounding: str = "exact",
+    query_len: int, rounding: str = "exact", absolute: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Scores of all visible blocks, float64 [B, L, H, W * blocks_per_page]; NaN where a block is not visible or all
     NaN.
+
+    With ``absolute`` the magnitudes of queries and keys are multiplied: the size that a rounding error is relative to.
     """
     requests, width = block_table.shape
     heads = q.shape[1]
     positions = query_positions(seq_lens, query_len, width * layout.page_size)
     queries = q[: requests * query_len].view(requests, query_len, heads, -1).double()
+    if absolute:
+        queries = queries.abs()
     blocks = width * layout.blocks_per_page
     scores = torch.full((requests, query_len, heads, blocks), float("nan"), dtype=torch.float64, device=q.device)
     for b in range(requests):
@@ -121,6 +125,8 @@ def block_scores(
             continue
         pages = block_table[b, : -(-tokens // layout.page_size)].long().clamp(0, cache.shape[0] - 1)
         keys = dequantise(layout, cache[pages], rounding).flatten(0, 1)[:tokens]
+        if absolute:
+            keys = keys.abs()
         for i in range(query_len):
             visible = int(positions[b, i]) + 1
             if visible <= 0:
