@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 from support import ARCHS, ROOT
@@ -206,7 +207,7 @@ def test_launches_make_their_device_current(monkeypatch):
 
     import blockpick.device as module
 
-    entered = []
+    entered, bound = [], []
 
     class Device:
         def __init__(self, device):
@@ -220,10 +221,14 @@ def test_launches_make_their_device_current(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "set_device", bound.append)
+    monkeypatch.setattr(module, "_thread", threading.local())
     for device in ("cpu", "cuda:0"):
         with module.on_device(torch.device(device)):
             pass
     assert entered == []
+    assert bound == [0], "a new thread binds its context once"
     with module.on_device(torch.device("cuda:1")):
         assert entered == [torch.device("cuda:1")]
     assert entered[-1] is None
+    assert bound == [0]
