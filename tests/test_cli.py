@@ -245,3 +245,26 @@ def test_importing_blockpick_imports_neither_rich_nor_triton_nor_the_cli() -> No
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=ENVIRONMENT
     )
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("has_binaries,route", [(True, "aot"), (False, "jit")])
+def test_demo_takes_the_gpu_whether_its_package_was_compiled_or_only_rendered(monkeypatch, has_binaries, route):
+    """On a GPU the demo runs release binaries, or compiles the rendered sources of a fresh checkout."""
+    import dataclasses
+
+    import torch
+
+    from blockpick.backend_api import DeviceInfo
+    from blockpick.cli import demo
+    from blockpick.manifest import installed_packages
+
+    package = installed_packages()["sm90"]
+    if not has_binaries:
+        rendered = tuple(dataclasses.replace(v, record={**v.record, "file": None}) for v in package.variants)
+        package = dataclasses.replace(package, variants=rendered)
+    monkeypatch.setattr("blockpick.dispatch.installed_packages", lambda: {"sm90": package})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(demo, "describe", lambda device: DeviceInfo("cuda", 0, "sm90", "a GPU", 1, 1, "none"))
+    runner = demo.choose_runner("auto", None)
+    assert (runner.backend, runner.device) == (route, "cuda")

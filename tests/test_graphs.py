@@ -67,6 +67,32 @@ def test_capture_of_a_plan_is_refused(executor):
         indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)
 
 
+def test_a_first_insert_inside_a_capture_is_refused(executor):
+    """Its kernel would be loaded there; a warm-up call outside makes it legal."""
+    layout = CacheLayout("bf16", 256)
+    cache, slots = layout.empty(1, executor.device), torch.tensor([3], device=executor.device)
+    keys = torch.ones(1, 128, dtype=torch.bfloat16, device=executor.device)
+    errors = []
+
+    def first():  # a thread of its own has loaded nothing yet
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                executor.insert(layout, cache, keys, slots)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "not allowed inside a graph capture" in errors[0]
+    executor.insert(layout, cache, keys, slots)
+    cache.zero_()
+    capture(lambda: executor.insert(layout, cache, keys, slots)).replay()
+    assert cache[0, 3].eq(1).all()
+
+
 def test_outputs_outlive_their_references(executor):
     """Capture, drop every reference but the persistent output, allocate 256 MiB, replay: right ids, nothing else
     written.

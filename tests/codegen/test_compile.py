@@ -104,7 +104,12 @@ GATES = [
     ({"stack_bytes": 16}, {}, "16 bytes of stack"),
     ({}, {"shared_bytes": 98304}, "98304 bytes of shared memory, gfx942 has 65536"),
     ({"registers": 600}, {}, "600 registers"),
-    ({"mma_shapes": ["v_mfma_f32_32x32x8_f16"]}, {}, "none of v_mfma_f32_16x16x16_f16"),
+    ({"mma_shapes": ["v_mfma_f32_32x32x8_f16"]}, {}, "v_mfma_f32_32x32x8_f16, not v_mfma_f32_16x16x16_f16"),
+    (
+        {"mma_shapes": ["v_mfma_f32_16x16x16_f16", "v_mfma_f32_16x16x32_fp8_fp8"]},
+        {},
+        "v_mfma_f32_16x16x32_fp8_fp8, not",
+    ),
     ({"mma_shapes": []}, {}, "no MMA"),
     ({}, {"global_scratch_bytes": 4}, "global scratch"),
 ]

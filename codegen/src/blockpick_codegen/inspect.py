@@ -92,8 +92,10 @@ def failed_gates(op: Op, target: Target, facts: dict[str, Any]) -> list[str]:
         failures.append(
             f"{resources['registers']} registers, {target.name} has {target.limits['registers_per_thread']}"
         )
-    if op.matrix and not any(m.startswith(target.mma_instructions) for m in resources["mma_shapes"]):
-        failures.append(f"none of {', '.join(target.mma_instructions)} in it: {resources['mma_shapes'] or 'no MMA'}")
+    shapes = resources["mma_shapes"]
+    others = [shape for shape in shapes if not shape.startswith(target.mma_instructions)]
+    if op.matrix and (others or not shapes):
+        failures.append(f"{', '.join(others) or 'no MMA'}, not {' or '.join(target.mma_instructions)}")
     if facts["global_scratch_bytes"]:
         failures.append(f"{facts['global_scratch_bytes']} bytes of global scratch, which no loader provides")
     return failures

@@ -23,7 +23,7 @@ from rich.console import Console
 from ..backend_api import SourceInterpreter
 from ..config import BACKENDS, MAX_BLOCKS, MAX_QUERY_LEN, MAX_TOPK
 from ..device import describe, installed_backends
-from ..dispatch import find_package
+from ..dispatch import find_package, pick_route
 from ..errors import UnsupportedArchError
 from ..indexer import Indexer
 from ..layout import BLOCK_TOKENS, CACHE_DTYPES, HEAD_DIM, PAGE_SIZES, CacheLayout
@@ -186,9 +186,8 @@ def choose_runner(backend: str, arch: str | None) -> Runner:
     if has_gpu and arch is None:
         try:
             info = describe(torch.device("cuda", torch.cuda.current_device()))
-            return Runner(
-                "auto", "cuda", None, f"GPU {info.name}, kernels for {find_package(info.arch).arch} installed"
-            )
+            route, why = pick_route(info, allow_jit=True)  # a rendered checkout has no binaries yet
+            return Runner(route, "cuda", None, f"GPU {info.name}: {why}")
         except UnsupportedArchError as error:
             reason = f"the GPU is not served ({error})"
     elif has_gpu:
@@ -255,19 +254,14 @@ def decode(request: Request, indexer: Indexer, cache: torch.Tensor, table: torch
 # ---- what came out ----
 
 
-def nvfp4_rounding(indexer: Indexer) -> str | None:
-    """The rounding of the variant that scored, which the oracle must share; None where there is none."""
-    roundings = (choice.variant.axes.get("rounding", "none") for choice in indexer.choices)
-    return next((str(rounding) for rounding in roundings if rounding != "none"), None)
-
-
 def check(
     request: Request, layout: CacheLayout, cache: torch.Tensor, table: torch.Tensor, outcome: Outcome
 ) -> tuple[str, list[dict[str, Any]]]:
     """The verdict of the oracle on the same cache, and the rows that differ."""
     if outcome.indexer.route == "reference":
         return "not compared", []
-    topk, rounding = outcome.indexer.config.topk, nvfp4_rounding(outcome.indexer)
+    topk = outcome.indexer.config.topk
+    rounding = outcome.indexer.nvfp4_rounding if layout.dtype == "nvfp4" else None  # the oracle must share it
     oracle = make_indexer(request, layout, topk, cache.device, "reference", rounding=rounding)
     return compare(outcome, decode(request, oracle, cache, table))
 

@@ -9,7 +9,7 @@ import threading
 import torch
 
 from ..backend_api import Launch
-from ..checks import check_aligned, check_int, check_last_stride, check_tensor
+from ..checks import check_aligned, check_int, check_last_stride, check_not_capturing, check_tensor
 from ..config import BACKENDS
 from ..device import current_stream, describe, on_device
 from ..dispatch import Choice, Need, find_package, interpreted_arch, load, pick_route, select
@@ -49,6 +49,8 @@ def insert(
     ------
     TypeError, ValueError
         Naming the argument, before anything is launched or written.
+    RuntimeError
+        When a thread's first insert of a configuration, which loads the kernel, falls into a graph capture.
 
     Notes
     -----
@@ -99,6 +101,7 @@ def _launch(
 def _bind(
     layout: CacheLayout, shard: int, device: torch.device, backend: str, allow_jit: bool, arch: str | None
 ) -> tuple[Launch, int]:
+    check_not_capturing(device, "the first insert of a configuration, which loads its kernel,")
     info = None
     if backend == "interpreter":
         route, arch = "interpreter", interpreted_arch(arch)
