@@ -350,3 +350,18 @@ def test_offsets_past_two_and_four_gib(executor: Any, dtype: str, pages: tuple[i
         wrapped = (page * stride) % 2**31
         if page > 2065:
             assert set(image(raw[wrapped : wrapped + layout.page_bytes])) == {SENTINEL}, f"page {page} wrapped"
+
+
+def test_case_16_more_tokens_than_a_grid_dimension_of_65535(one_executor: Any) -> None:
+    """70,000 tokens in one call, to slots in random order; the expected cache is plain indexing."""
+    layout = blockpick.CacheLayout("bf16", 256)
+    tokens = 70_000
+    generator = torch.Generator().manual_seed(16)
+    keys = torch.randn(tokens, 128, generator=generator).bfloat16()
+    pages = 300
+    slots = torch.randperm(pages * 256, generator=generator)[:tokens]
+    expected = torch.zeros(layout.shape(pages), dtype=torch.bfloat16)
+    expected.view(-1, 128)[slots] = keys
+    cache = torch.zeros_like(expected).to(one_executor.device)
+    one_executor.insert(layout, cache, keys.to(one_executor.device), slots.to(one_executor.device))
+    assert torch.equal(cache.cpu(), expected)

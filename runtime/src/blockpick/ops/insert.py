@@ -60,19 +60,7 @@ def insert(
     """
     if backend not in BACKENDS:
         raise UnsupportedConfigError(f"insert: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
-    layout.check(cache)
-    check_tensor("index_k", index_k, torch.bfloat16, 2, cache.device, f"[T, {HEAD_DIM}]")
-    check_tensor("slot_mapping", slot_mapping, torch.int64, 1, cache.device, "[T]")
-    if index_k.shape[1] != HEAD_DIM:
-        raise ValueError(f"index_k: must be [T, {HEAD_DIM}], has shape {list(index_k.shape)}")
-    if slot_mapping.shape[0] != index_k.shape[0]:
-        raise ValueError(
-            f"slot_mapping: must have {index_k.shape[0]} entries like index_k, has {slot_mapping.shape[0]}"
-        )
-    check_last_stride("index_k", index_k)
-    check_last_stride("slot_mapping", slot_mapping)
-    check_aligned("index_k", index_k, 16)
-    check_int("shard", shard, 0, layout.shards - 1, f"layout.shards={layout.shards}")
+    _check(layout, cache, index_k, slot_mapping, shard)
     if index_k.shape[0] == 0:
         return
     if backend == "reference" or (backend == "auto" and cache.device.type == "cpu"):
@@ -87,6 +75,24 @@ def insert(
             -(-count // tokens), current_stream(cache.device), index_k, slot_mapping, cache, index_k.stride(0),
             page_stride_bytes(cache), count, cache.shape[0] * layout.page_size,
         )  # fmt: skip
+
+
+def _check(
+    layout: CacheLayout, cache: torch.Tensor, index_k: torch.Tensor, slot_mapping: torch.Tensor, shard: int
+) -> None:
+    layout.check(cache)
+    check_tensor("index_k", index_k, torch.bfloat16, 2, cache.device, f"[T, {HEAD_DIM}]")
+    check_tensor("slot_mapping", slot_mapping, torch.int64, 1, cache.device, "[T]")
+    if index_k.shape[1] != HEAD_DIM:
+        raise ValueError(f"index_k: must be [T, {HEAD_DIM}], has shape {list(index_k.shape)}")
+    if slot_mapping.shape[0] != index_k.shape[0]:
+        raise ValueError(
+            f"slot_mapping: must have {index_k.shape[0]} entries like index_k, has {slot_mapping.shape[0]}"
+        )
+    check_last_stride("index_k", index_k)
+    check_last_stride("slot_mapping", slot_mapping)
+    check_aligned("index_k", index_k, 16)
+    check_int("shard", shard, 0, layout.shards - 1, f"layout.shards={layout.shards}")
 
 
 def _launch(
