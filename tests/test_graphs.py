@@ -121,8 +121,11 @@ def test_padded_batch_stays_inside_its_scratch(executor):
     check_batch(case, indexer, batch)
 
 
-def test_the_next_writer_of_q_waits(executor):
-    """1000 chained layers with q overwritten right after each decode, scores poisoned between: ids never change."""
+def test_plain_writers_around_a_decode_keep_their_order(executor):
+    """1000 decodes between plain kernels that poison the scores before and overwrite q after each: ids never change.
+
+    Plain kernels have no PDL attribute; layers that do are chained in ``test_layers_in_a_row_do_not_disturb_each_other``.
+    """
     case = DecodeCase("pdl", "nvfp4", (2500, 1700, 2900), query_len=2, data="integer")
     indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
     plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=2)
