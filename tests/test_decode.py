@@ -5,26 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conformance import CACHES, CONFORMANCE, check_other_shape, check_plan
 
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, run_case
-
-CACHES = [("bf16", None), ("e4m3fn", None), ("nvfp4", "exact"), ("nvfp4", "e4m3")]
-# three requests: more than topk blocks with a partial last block, exactly full pages, fewer than topk
-LENS = (2500, 2304, 700)
-
-ORDERS = ("score", "ascending", "local_last")
-SHAPES = {"c16": (2, 2), "c32": (4, 5)}  # columns of the scorer: heads, queries
-
-CONFORMANCE = [
-    DecodeCase(f"{dtype}-{rounding}-{columns}-{order}", dtype, LENS, num_heads=heads, query_len=queries, order=order,
-               page_size=256 if order == "local_last" else 128, rounding=rounding, data="integer")
-    for dtype, rounding in CACHES for columns, (heads, queries) in SHAPES.items() for order in ORDERS
-] + [
-    # a row of two splits: both capacities of select and merge
-    DecodeCase(f"splits-k{topk}-{order}", "e4m3fn", (2050 * 128 - 5, 2304, 700), topk=topk, order=order, data="integer")
-    for topk in (16, 40) for order in ORDERS
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CONFORMANCE, ids=lambda c: c.name)
@@ -135,15 +119,13 @@ def test_memory_states_every_buffer(executor):
 
 
 def test_a_plan_of_another_batch_shape_gives_empty_rows(executor):
-    """What a graph replay does after a wrong plan: the old launch over the new plan reads nothing and emits pads."""
     case = DecodeCase("shape", "e4m3fn", (2500, 2304, 700, 300), query_len=2, data="integer")
-    indexer, batch = executor.indexer(case.layout(), **case.options()), build(case).to(executor.device)
-    captured = indexer.plan_decode(batch.block_table[:1], batch.seq_lens[:1], query_len=2)
-    for requests, query_len in ((4, 2), (1, 1), (2, 1)):
-        indexer.plan_decode(batch.block_table[:requests], batch.seq_lens[:requests], query_len=query_len)
-        before = indexer._engine.buffers[0]["scores"].clone()
-        out = torch.full((4, 1, 16), -7, dtype=torch.int32, device=executor.device)
-        indexer._engine.run(captured, batch.q[:2], batch.cache, out)
-        assert out[:2].unique().tolist() == [-1], (requests, query_len)
-        assert out[2:].unique().tolist() == [-7]
-        assert torch.equal(indexer._engine.buffers[0]["scores"].view(torch.int32), before.view(torch.int32))
+    batch = build(case).to(executor.device)
+    check_other_shape(executor.indexer(case.layout(), **case.options()), batch, case.query_len)
+
+
+@pytest.mark.parametrize("page_size", [128, 256])
+def test_plan_lists_every_visible_block_once(executor, page_size):
+    """Work list, places, units and clamped lengths by their definition, over several chunks a request."""
+    options = {"max_requests": 7, "max_seq_len": 640 * page_size}
+    check_plan(executor.indexer(CacheLayout("e4m3fn", page_size), **options))

@@ -71,9 +71,18 @@ def cached_binaries(matrix: Matrix, cache: Path) -> dict[str, Path]:
     return {name: folder for name, folder in folders.items() if (folder / "facts.json").exists()}
 
 
+def ir_folder(root: Path) -> Path:
+    """Where the LLVM IR of AMD binaries is kept for the tests that execute it, named by the binary's sha256.
+
+    It is no part of a package: a code object holds no IR, and no wheel needs it.
+    """
+    return root / "build" / "ir"
+
+
 def write_packages(matrix: Matrix, root: Path, compiled: dict[str, Path]) -> list[Path]:
     """Write every architecture's package: sources, the binaries in ``compiled`` (by variant name), and the manifest."""
     written = []
+    shutil.rmtree(ir_folder(root), ignore_errors=True)
     for target in matrix.targets.values():
         folder = package_folder(root, target.vendor, target.name)
         shutil.rmtree(folder, ignore_errors=True)
@@ -87,6 +96,10 @@ def write_packages(matrix: Matrix, root: Path, compiled: dict[str, Path]) -> lis
             if record["file"]:
                 kind = BINARY_SUFFIX[target.vendor]
                 shutil.copyfile(compiled[variant.name] / f"kernel.{kind}", folder / record["file"])
+                ir = compiled[variant.name] / "kernel.llir"
+                if ir.exists():
+                    ir_folder(root).mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(ir, ir_folder(root) / f"{record['sha256']}.ll")
             records[variant.name] = record
         manifest = {
             "schema": SCHEMA,

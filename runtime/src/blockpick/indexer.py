@@ -21,7 +21,7 @@ from .checks import (
 from .config import BACKENDS, IndexerConfig, Memory
 from .device import binary_loader, describe, torch_vendor
 from .dispatch import Choice, interpreted_arch, pick_route
-from .errors import StalePlanError, UnsupportedArchError, UnsupportedConfigError
+from .errors import StalePlanError, UnsupportedConfigError
 from .layout import HEAD_DIM, CacheLayout
 from .manifest import installed_packages
 from .ops.decode_pick import DecodeEngine, KernelEngine
@@ -330,8 +330,6 @@ def _make_engine(
             "interpreter",
             f"asked for, sources of {chosen}",
         )
-    if device.type != "cuda":
-        raise UnsupportedArchError(f"Indexer: backend={backend!r} needs a GPU, device is {device}")
     info = describe(device)
     route, reason = (backend, "asked for") if backend in ("aot", "jit") else pick_route(info, allow_jit)
     return KernelEngine(config, device, info, info.arch, route), route, f"{info.name} is {info.arch}; {reason}"

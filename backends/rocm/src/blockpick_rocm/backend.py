@@ -58,13 +58,18 @@ class RocmBackend:
 
 def _describe(index: int, version: str) -> DeviceInfo:
     properties = check(hip.hipGetDeviceProperties(index), f"hipGetDeviceProperties({index})")
-    arch = properties.gcnArchName.decode().split(":")[0]
+    arch = _text(properties.gcnArchName).split(":")[0]
     return DeviceInfo(
         "rocm",
         index,
         arch,
-        properties.name.decode(),
+        _text(properties.name),
         properties.multiProcessorCount,
         properties.totalGlobalMem,
         version,
     )
+
+
+def _text(value: str | bytes) -> str:
+    """A C string of a property: hip-python gives ``str`` since its version 10, ``bytes`` before."""
+    return value if isinstance(value, str) else value.decode()

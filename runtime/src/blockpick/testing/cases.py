@@ -87,6 +87,13 @@ def poison(cache: torch.Tensor, layout: CacheLayout) -> None:
     cache.fill_(fill)
 
 
+def poison_rows(layout: CacheLayout, page: torch.Tensor, rows: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill rows of one page with keys whose scores beat or (NaN) vanish beside any real one: they must not be seen."""
+    lures = torch.where(torch.rand(len(rows), 128, generator=generator) < 0.5, -3e4, 3e4)
+    lures[rows % 4 == 3] = float("nan")
+    insert_reference(layout, page[None], lures.bfloat16(), rows)
+
+
 def random_values(shape: tuple[int, ...], data: str, generator: torch.Generator) -> torch.Tensor:
     """Keys or queries as fp32."""
     if data == "integer":
@@ -124,8 +131,12 @@ def build(case: DecodeCase) -> DecodeBatch:
         if case.data == "integer" and length > 4 * BLOCK_TOKENS:  # blocks 1 and 3 tie in every query
             keys[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS] = keys[BLOCK_TOKENS : 2 * BLOCK_TOKENS]
         page = torch.tensor(pages, dtype=torch.int64).repeat_interleave(case.page_size)[: len(keys)]
+        if case.data == "integer" and case.query_len > 1:  # keys that only later queries see stand out
+            keys[length - case.query_len + 1 :] *= 3
         slots = page * case.page_size + torch.arange(len(keys)) % case.page_size
         insert_reference(layout, cache, keys.bfloat16(), slots)
+        if length % case.page_size and length > 0:
+            poison_rows(layout, cache[pages[-1]], torch.arange(length % case.page_size, case.page_size), generator)
     tokens = len(counts) * case.query_len
     q = random_values((tokens, case.num_heads, 128), "integer" if case.data == "integer" else "normal", generator)
     out, storage = sentinel_output(case, tokens)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode cases that every variant of every architecture must pass, however it is executed."""
+
+from __future__ import annotations
+
+import torch
+
+from blockpick import Indexer
+from blockpick.testing.cases import SENTINEL, DecodeBatch, DecodeCase, expect, sentinel_output
+from blockpick.testing.reference import select_blocks
+
+CACHES = [("bf16", None), ("e4m3fn", None), ("nvfp4", "exact"), ("nvfp4", "e4m3")]
+# three requests: more than topk blocks with a partial last block, exactly full pages, one token in the last block
+LENS = (2500, 2304, 641)
+
+ORDERS = ("score", "ascending", "local_last")
+SHAPES = {"c16": (2, 3), "c32": (4, 5)}  # columns of the scorer: heads, queries
+
+CONFORMANCE = [
+    DecodeCase(f"{dtype}-{rounding}-{columns}-{order}", dtype, LENS, num_heads=heads, query_len=queries, order=order,
+               page_size=256 if order == "local_last" else 128, rounding=rounding, data="integer")
+    for dtype, rounding in CACHES for columns, (heads, queries) in SHAPES.items() for order in ORDERS
+] + [
+    # a row of two splits: both capacities of select and merge
+    DecodeCase(f"splits-k{topk}-{order}", "e4m3fn", (2050 * 128 - 5, 2304, 700), topk=topk, order=order, data="integer")
+    for topk in (16, 40) for order in ORDERS
+]  # fmt: skip
+
+# rows of one, two and three splits of 2048 blocks: what only selection and merge see, on scores given by the test
+SELECTIONS = [
+    DecodeCase(f"selection-k{topk}-{order}", "e4m3fn", lens, topk=topk, order=order, local_blocks=local, init_blocks=init)
+    for topk, order, local, init, lens in (
+        (12, "score", 1, 0, (20_000 * 128 - 5, 2304, 4097 * 128 - 1)),
+        (12, "ascending", 2, 1, (2050 * 128 - 5, 700, 2304, 0, 3000 * 128)),
+        (40, "score", 0, 0, (2048 * 128, 2049 * 128 - 77, 2304)),
+        (40, "local_last", 1, 0, (4100 * 128 - 9, 2304, 700)),
+    )
+]  # fmt: skip
+
+
+def check_plan(indexer: Indexer) -> None:
+    """The plan's work list for lengths of every kind, against the definition."""
+    lens = [40_000, 0, 129, -5, 2304, 1 << 30, 70_001]
+    width, bpp, units = 640, indexer.config.layout.blocks_per_page, indexer._engine._units[0]
+    table = torch.arange(len(lens) * width, dtype=torch.int32).reshape(len(lens), width).flip(1)
+    indexer.plan_decode(table, torch.tensor(lens, dtype=torch.int32), query_len=1)
+    buffers = indexer._engine.buffers[0]
+    wanted, starts = [], []
+    for request, length in enumerate(lens):
+        starts.append(len(wanted))
+        count = -(-min(max(length, 0), width * bpp * 128) // 128)
+        wanted += [int(table[request, j // bpp]) * bpp + j % bpp for j in range(count)]
+    starts.append(len(wanted))
+    expect(buffers["header"][:4].tolist() == [len(wanted), width * bpp * 128 - 1, len(lens), 1], "header")
+    expect(buffers["offsets"][: len(starts)].tolist() == starts, "offsets")
+    expect(buffers["blocks"][: len(wanted)].tolist() == wanted, "blocks")
+    expect(buffers["lens"][: len(lens)].tolist() == [min(max(n, 0), width * bpp * 128 + 1) for n in lens], "lens")
+    first = [max(r for r in range(len(lens)) if starts[r] <= u * len(wanted) // units) for u in range(units)]
+    expect(buffers["unit_request"][:units].tolist() == first, "unit_request")
+
+
+def check_other_shape(indexer: Indexer, batch: DecodeBatch, query_len: int) -> None:
+    """What a graph replay does after a wrong plan: the old launch over the new plan reads nothing and emits pads."""
+    heads, topk = indexer.config.num_heads, indexer.config.topk
+    captured = indexer.plan_decode(batch.block_table[:1], batch.seq_lens[:1], query_len=query_len)
+    for requests, other in ((3, query_len), (1, 1), (2, 1)):
+        indexer.plan_decode(batch.block_table[:requests], batch.seq_lens[:requests], query_len=other)
+        before = indexer._engine.buffers[0]["scores"].clone()
+        out = torch.full((query_len + 2, heads, topk), SENTINEL, dtype=torch.int32, device=batch.out.device)
+        indexer._engine.run(captured, batch.q[:query_len], batch.cache, out)
+        expect(out[:query_len].unique().tolist() == [-1], f"rows after a plan of {requests} requests, {other} queries")
+        expect(out[query_len:].unique().tolist() == [SENTINEL], "rows beyond the launch")
+        same = torch.equal(indexer._engine.buffers[0]["scores"].view(torch.int32), before.view(torch.int32))
+        expect(same, "a scorer wrote over a plan of another shape")
+
+
+def check_selection(case: DecodeCase, indexer: Indexer) -> None:
+    """Select and merge without a scorer, on scores with NaN, all different in the first row and tying in the others: ids
+    equal the oracle's.
+    """
+    engine, requests = indexer._engine, len(case.seq_lens)
+    width = case.options()["max_seq_len"] // case.page_size  # type: ignore[operator]
+    table = torch.zeros(requests, width, dtype=torch.int32)
+    plan = indexer.plan_decode(table, torch.tensor(case.seq_lens, dtype=torch.int32), query_len=1)
+    scores = indexer.scores(plan)
+    generator = torch.Generator().manual_seed(case.seed)
+    values = torch.randint(-40, 41, scores.shape, generator=generator).float()
+    values[0] = torch.randn(values[0].shape, generator=generator)
+    values[torch.rand(scores.shape, generator=generator) < 0.02] = float("nan")
+    scores.copy_(values)
+    out, storage = sentinel_output(case, requests)
+    _, _, select, merge = engine._launches[0][0]
+    stride_t, stride_h, _ = out.stride()
+    select(requests * engine._num_splits, 0, out, stride_t, stride_h, requests)
+    merge(requests, 0, out, stride_t, stride_h, requests)
+    options = (case.topk, case.init_blocks, case.local_blocks, case.order, case.empty_row)
+    for b, length in enumerate(case.seq_lens):
+        got, wanted = out[b, 0].tolist(), select_blocks(values[b, 0, 0], length - 1, *options)
+        expect(got == wanted, f"{case}: request {b}: ids {got}, oracle {wanted}")
+    out.fill_(SENTINEL)
+    expect(bool((storage == SENTINEL).all()), f"{case}: something beyond the output's rows was written")

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executors: the ways to run the generated kernels, and the account of what each ran.
+
+On a GPU ``aot`` and ``jit``; elsewhere the Triton interpreter over one architecture's sources, and the compiled AMD
+binaries executed at LLVM-IR level behind the real ROCm loader. Tests don't know which one they got.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support import ARCHS, ROOT
+
+import blockpick
+from blockpick import dispatch
+from blockpick.manifest import installed_packages
+
+GPU = torch.cuda.is_available()
+IR_ARCHS = ("gfx942", "gfx950")
+IR_ORDERS = ("lockstep", "random")
+EXERCISED: set[tuple[str, str]] = set()  # (route, variant) that were launched, not only chosen
+
+
+@dataclass(frozen=True)
+class Executor:
+    """One way to run the generated kernels."""
+
+    name: str
+    backend: str
+    arch: str | None
+    device: str
+    languages: tuple[str, ...] = ()  # only kernels in these; all when empty
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """What the library must find while it chooses and loads kernels for this executor."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.languages:
+                patch.setattr("blockpick.dispatch.installed_packages", lambda: filtered(self.languages))
+            yield
+
+    @property
+    def account(self) -> str:
+        """Under which route launches are counted."""
+        return self.backend
+
+    def indexer(self, layout: blockpick.CacheLayout, **options: Any) -> blockpick.Indexer:
+        """An indexer that runs on this executor."""
+        with self.active():
+            indexer = blockpick.Indexer(layout, device=self.device, backend=self.backend, arch=self.arch, **options)
+        engine = indexer._engine
+        names = [
+            (engine.kernels.plan, score, engine.kernels.select, engine.kernels.merge) for score in engine.kernels.score
+        ]
+        engine._launches = [
+            [tuple(map(self.recorded, launches, choices)) for launches, choices in zip(slot, names, strict=True)]
+            for slot in engine._launches
+        ]
+        return indexer
+
+    def insert(
+        self, layout: blockpick.CacheLayout, cache: torch.Tensor, *tensors: torch.Tensor, **options: Any
+    ) -> None:
+        """Insert on this executor."""
+        with self.active():
+            blockpick.insert(layout, cache, *tensors, backend=self.backend, arch=self.arch, **options)
+        arch = self.arch or blockpick.device.describe(cache.device).arch
+        EXERCISED.add((self.account, f"insert__{arch}__{layout.dtype}"))
+
+    def recorded(self, launch: Any, choice: Any) -> Any:
+        """``launch`` that notes its variant when it is called."""
+
+        def call(*arguments: Any) -> None:
+            EXERCISED.add((self.account, choice.variant.name))
+            launch(*arguments)
+
+        return call
+
+
+@functools.cache
+def standin() -> Any:
+    """The stand-in for libamdhip64, loaded into this process with the LLVM-IR interpreter behind it."""
+    from hip_standin.device import Standin
+
+    return Standin(ROOT / "build" / "ir")
+
+
+@dataclass(frozen=True)
+class IrExecutor(Executor):
+    """Compiled AMD binaries through the ROCm loader; launches are executed at LLVM-IR level in one wave order.
+
+    ``counted`` executors' launches make a variant count as executed: only the conformance cases may use one.
+    """
+
+    order: str = "lockstep"
+    counted: bool = False
+    compute_units: int = 2
+
+    @property
+    def devices(self) -> str:
+        """The machine that the stand-in shows."""
+        return f"{self.arch}:{self.compute_units}"
+
+    @property
+    def account(self) -> str:
+        return f"ir-{self.order}" if self.counted else "ir"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        from hip_standin.device import DEVICES, VisibleKernel, environment
+
+        loader = blockpick.device.binary_loader("rocm")
+
+        def load(variant: Any, route: str, device: Any) -> Any:
+            fresh = standin().rewrite is not None
+            kernel = (dispatch.load.__wrapped__ if fresh else dispatch.load)(variant, route, device)
+            return VisibleKernel(standin(), kernel, self.order, self.devices)
+
+        standin()
+        with environment(**{DEVICES: self.devices}), pytest.MonkeyPatch.context() as patch:
+            (device,) = loader.devices()
+            for module in ("blockpick.indexer", "blockpick.ops.insert"):
+                patch.setattr(f"{module}.describe", lambda _: device)
+            for module in ("blockpick.ops.decode_pick", "blockpick.ops.insert"):
+                patch.setattr(f"{module}.load", load)
+            yield
+
+
+def filtered(languages: tuple[str, ...]) -> dict[str, Any]:
+    """The installed packages with the variants in ``languages`` only."""
+    return {
+        arch: dataclasses.replace(package, variants=tuple(v for v in package.variants if v.language in languages))
+        for arch, package in installed_packages().items()
+    }
+
+
+def ir_executor(arch: str, order: str, counted: bool = False) -> IrExecutor:
+    """The executor of one AMD architecture's binaries in one wave order."""
+    return IrExecutor(f"{arch}-ir-{order}", "aot", arch, "cpu", order=order, counted=counted)
+
+
+def interpreted(arch: str) -> Executor:
+    """The executor of one architecture's sources in the Triton interpreter."""
+    return Executor(arch, "interpreter", arch, "cpu")
+
+
+def executors(fixture: str) -> list[Any]:
+    """The executors behind a fixture, as pytest parameters."""
+    if GPU:
+        routes = [Executor(route, route, None, "cuda:0") for route in ("aot", "jit")]
+        if fixture == "any_executor":  # the release binaries that dispatch would pass over for a preferred one
+            routes.append(Executor("aot-triton", "aot", None, "cuda:0", languages=("triton",)))
+        return [pytest.param(route, id=route.name, marks=pytest.mark.gpu) for route in routes]
+    found = {
+        "executor": [interpreted("sm90"), ir_executor("gfx942", "lockstep"), ir_executor("gfx950", "random")],
+        "any_executor": [interpreted(arch) for arch in ARCHS],
+        "one_executor": [interpreted("sm90")],
+    }[fixture]
+    return [pytest.param(executor, id=executor.name) for executor in found]
+
+
+def executable() -> set[tuple[str, str]]:
+    """(route, variant) pairs that the executors of this machine can run."""
+    if GPU:
+        arch = blockpick.device.describe(torch.device("cuda:0")).arch
+        variants = installed_packages()[arch].variants
+        jit = {("jit", v.name) for v in variants if v.language == "triton"}
+        return jit | {("aot", v.name) for v in variants}
+    variants = [v for package in installed_packages().values() for v in package.variants]
+    ir = {(f"ir-{order}", v.name) for v in variants for order in IR_ORDERS if v.vendor == "rocm"}
+    return ir | {("interpreter", v.name) for v in variants if v.language == "triton"}

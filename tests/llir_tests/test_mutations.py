@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted into the IR of shipped AMD variants must fail the checks that execute it; survivors are listed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance import CONFORMANCE, SELECTIONS, check_other_shape, check_plan, check_selection
+from executors import GPU, IR_ARCHS, ir_executor, standin
+from llir import Trap
+from llir.mutations import Mutant, mutants
+from llir_tests.test_variants import check_insert
+from support import ROOT
+
+from blockpick import CacheLayout
+from blockpick.errors import BlockpickError
+from blockpick.manifest import installed_packages
+from blockpick.testing.cases import build, check_batch
+
+pytestmark = pytest.mark.skipif(GPU, reason="executed on machines without a GPU")
+
+Check = Callable[[Any], None]
+DECODE = {case.name: case for case in CONFORMANCE}
+
+
+def decodes(name: str) -> Check:
+    """A conformance case, and the same launches over a plan of another shape."""
+
+    def check(machine: Any) -> None:
+        case = DECODE[name]
+        indexer, batch = machine.indexer(case.layout(), **case.options()), build(case)
+        check_batch(case, indexer, batch)
+        check_other_shape(indexer, batch, case.query_len)
+
+    return check
+
+
+def selects(machine: Any) -> None:
+    """Selection of both emission orders on one capacity."""
+    for case in SELECTIONS[:2]:
+        check_selection(case, machine.indexer(case.layout(), **case.options()))
+
+
+def plans(machine: Any) -> None:
+    for page_size in (128, 256):
+        check_plan(machine.indexer(CacheLayout("bf16", page_size), max_requests=7, max_seq_len=640 * page_size))
+
+
+SCORER = {
+    "wrong lanes",
+    "wrong matrix step",
+    "barriers removed",
+    "output short",
+    "store unguarded",
+    "token mask dropped",
+    "zero mask dropped",
+}
+STORES = {"output short", "store unguarded"}
+# variant: its check, and the kinds of faults that its code has a place for
+CHECKS: dict[str, tuple[Check, set[str]]] = {
+    "decode_plan__{arch}": (plans, STORES | {"wrong lanes", "barriers removed"}),
+    "decode_score__{arch}__bf16_r128_c16": (decodes("bf16-None-c16-score"), SCORER),
+    "decode_score__{arch}__e4m3fn_r128_c16": (decodes("e4m3fn-None-c16-score"), SCORER),
+    "decode_score__{arch}__nvfp4_exact_r128_c16": (decodes("nvfp4-exact-c16-score"), SCORER),
+    "decode_score__{arch}__nvfp4_e4m3_r128_c32": (decodes("nvfp4-e4m3-c32-score"), SCORER),
+    "decode_select__{arch}__k16": (
+        selects, {"wrong lanes", "barriers removed", "output short", "zero mask dropped"},
+    ),
+    "decode_merge__{arch}__k16": (selects, {"wrong lanes", "output short", "zero mask dropped"}),  # one wave
+    "insert__{arch}__bf16": (lambda machine: check_insert(machine, "bf16"), STORES | {"zero mask dropped"}),
+    "insert__{arch}__e4m3fn": (lambda machine: check_insert(machine, "e4m3fn"), STORES | {"zero mask dropped"}),
+    "insert__{arch}__nvfp4": (lambda machine: check_insert(machine, "nvfp4"), STORES),
+}  # fmt: skip
+ASYNCHRONOUS = {"gfx942": set(), "gfx950": {"wait removed"}}  # scorers of CDNA4 copy to LDS in the background
+
+
+def ir_of(name: str) -> str:
+    """The IR of a shipped variant."""
+    variants = {v.name: v for package in installed_packages().values() for v in package.variants}
+    return Path(ROOT / "build" / "ir" / f"{variants[name].record['sha256']}.ll").read_text()
+
+
+def survives(mutant: Mutant, original: str, arch: str, check: Check) -> bool:
+    """Whether the check passes in lockstep and in three random orders with the mutant in place of the variant."""
+    device = standin()
+    device.rewrite = lambda text: mutant.text if text == original else text
+    device.turn_limit = 20_000
+    try:
+        for order, seed in (("lockstep", 0), ("random", 1), ("random", 2), ("random", 3)):
+            device.seed = seed
+            try:
+                check(ir_executor(arch, order))
+            except (Trap, AssertionError, BlockpickError):
+                return False
+        return True
+    finally:
+        device.rewrite, device.turn_limit = None, 1_000_000
+
+
+@pytest.mark.parametrize("arch,name", list(itertools.product(IR_ARCHS, CHECKS)))
+def test_planted_faults_are_found(arch: str, name: str) -> None:
+    check, kinds = CHECKS[name]
+    original = ir_of(name.format(arch=arch))
+    planted = list(mutants(original))
+    wanted = kinds | (ASYNCHRONOUS[arch] if "decode_score" in name else set())
+    assert {mutant.kind for mutant in planted} == wanted
+    survivors = [f"{m.kind}, {m.place}" for m in planted if survives(m, original, arch, check)]
+    assert not survivors, f"{name.format(arch=arch)}: of {len(planted)} planted faults the checks miss {survivors}"

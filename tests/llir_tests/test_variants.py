@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every compiled AMD binary, executed at LLVM-IR level through the ROCm loader, in both wave orders.
+
+These runs are the ones that make a variant count as executed: at least three requests, more than topk blocks, a partial
+last block, and a tie between blocks that different programs scored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from conformance import CONFORMANCE, SELECTIONS, check_selection
+from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
+
+from blockpick import CacheLayout
+from blockpick.testing.cases import DecodeCase, build, check_batch, poison
+from blockpick.testing.reference import insert_reference
+
+pytestmark = pytest.mark.skipif(GPU, reason="executed on machines without a GPU")
+EXECUTORS = [ir_executor(arch, order, counted=True) for arch, order in itertools.product(IR_ARCHS, IR_ORDERS)]
+by_name = pytest.mark.parametrize("machine", EXECUTORS, ids=lambda machine: machine.name)
+
+
+def ties_across_programs(case: DecodeCase, indexer: Any, plan: Any) -> int:
+    """Pairs of one row's blocks with equal scores that different workgroups of the scorer computed."""
+    blocks = [-(-length // 128) for length in case.seq_lens]
+    units, total = indexer._engine._units[case.query_len - 1], sum(blocks)
+    starts = torch.tensor([0, *itertools.accumulate(blocks)])
+    edges = torch.tensor([unit * total // units for unit in range(1, units)])
+    pairs = 0
+    for b, count in enumerate(blocks):
+        unit = torch.searchsorted(edges, starts[b] + torch.arange(count), right=True)
+        row = indexer.scores(plan)[b, -1, 0, :count]
+        equal = (row[:, None] == row[None, :]) & (unit[:, None] != unit[None, :])
+        pairs += int(equal.sum()) // 2
+    return pairs
+
+
+@by_name
+@pytest.mark.parametrize("case", [c for c in CONFORMANCE if max(c.seq_lens) < 10_000], ids=lambda c: c.name)
+def test_decode_variants(machine: Any, case: DecodeCase) -> None:
+    lens = case.seq_lens
+    assert len(lens) >= 3 and max(lens) > 128 * case.topk and max(lens) % 128 and case.data == "integer"
+    indexer = machine.indexer(case.layout(), **case.options())
+    batch = build(case)
+    check_batch(case, indexer, batch)
+    assert ties_across_programs(case, indexer, indexer._plans[0]) > 0
+
+
+@by_name
+@pytest.mark.parametrize("case", SELECTIONS, ids=lambda c: c.name)
+def test_selection_variants(machine: Any, case: DecodeCase) -> None:
+    """Rows of several splits: what scoring thousands of blocks would show of selection, in a hundredth of the time."""
+    check_selection(case, machine.indexer(case.layout(), **case.options()))
+
+
+def check_insert(machine: Any, dtype: str) -> None:
+    """Three requests of 2500, 700 and 130 tokens, the last pages partial; bytes equal the oracle's, also around them."""
+    layout, lens = CacheLayout(dtype), (2500, 700, 130)
+    generator = torch.Generator().manual_seed(5)
+    pages = torch.randperm(40, generator=generator)
+    counts = [-(-length // 128) for length in lens]
+    starts = [0, *itertools.accumulate(counts)]
+    slots = torch.cat(
+        [
+            pages[start + torch.arange(n) // 128] * 128 + torch.arange(n) % 128
+            for start, n in zip(starts, lens, strict=False)
+        ]
+    )
+    slots[::97] = -1
+    keys = torch.randn(len(slots), 128, generator=generator).bfloat16()
+    keys[5, 7], keys[6, 9] = float("nan"), float("inf")
+    keys[40:56] = 0
+    caches = [layout.empty(40, "cpu") for _ in range(2)]
+    for cache in caches:
+        poison(cache, layout)
+    machine.insert(layout, caches[0], keys, slots)
+    insert_reference(layout, caches[1], keys, slots)
+    assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+@by_name
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3fn", "nvfp4"])
+def test_insert_variants(machine: Any, dtype: str) -> None:
+    check_insert(machine, dtype)
