@@ -162,7 +162,7 @@ def host_rows(cases: dict[str, Any], wanted: str, ceiling: dict[str, float]) -> 
     q = torch.zeros(1, 1, 128, device="cuda").to(torch.float8_e4m3fn)
     out = torch.empty(1, 1, TOPK, dtype=torch.int32, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    launch = indexer._engine._launches[0][0][2]  # type: ignore[attr-defined]
+    launch = indexer._engine.decodes[0].launches[0][2]  # type: ignore[attr-defined]
     handle = indexer.handle()
     calls = {
         "one launch through the driver API": lambda: launch(1, stream, out, TOPK, TOPK, 1),

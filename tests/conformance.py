@@ -7,6 +7,7 @@ import torch
 
 from blockpick import Indexer
 from blockpick.testing.cases import SENTINEL, DecodeBatch, DecodeCase, expect, sentinel_output
+from blockpick.testing.prefill_cases import PrefillCase
 from blockpick.testing.reference import select_blocks
 
 CACHES = [("bf16", None), ("e4m3fn", None), ("nvfp4", "exact"), ("nvfp4", "e4m3")]
@@ -26,6 +27,15 @@ CONFORMANCE = [
     for topk in (16, 40) for order in ORDERS
 ]  # fmt: skip
 
+# (queries, prefix): one block, many tiles' worth of keys, no query at all, a first query in an older block than the last
+REQUESTS = ((5, 0), (9, 2400), (0, 500), (1, 2303), (4, 2428))
+PREFILLS = [
+    PrefillCase(f"prefill-{dtype}-{rounding}-{order}", dtype, REQUESTS, num_heads=heads, order=order, local_blocks=local,
+                page_size=page, rounding=rounding, padding=3, data="integer")
+    for dtype, rounding in CACHES
+    for order, heads, local, page in (("score", 2, 0, 256), ("local_last", 4, 1, 128))
+]  # fmt: skip
+
 # rows of one, two and three splits of 2048 blocks: what only selection and merge see, on scores given by the test
 SELECTIONS = [
     DecodeCase(f"selection-k{topk}-{order}", "e4m3fn", lens, topk=topk, order=order, local_blocks=local, init_blocks=init)
@@ -41,7 +51,7 @@ SELECTIONS = [
 def check_plan(indexer: Indexer) -> None:
     """The plan's work list for lengths of every kind, against the definition."""
     lens = [40_000, 0, 129, -5, 2304, 1 << 30, 70_001]
-    width, bpp, units = 640, indexer.config.layout.blocks_per_page, indexer._engine._units[0]
+    width, bpp, units = 640, indexer.config.layout.blocks_per_page, indexer._engine.decodes[0].units[0]
     table = torch.arange(len(lens) * width, dtype=torch.int32).reshape(len(lens), width).flip(1)
     indexer.plan_decode(table, torch.tensor(lens, dtype=torch.int32), query_len=1)
     buffers = indexer._engine.buffers[0]
@@ -51,10 +61,11 @@ def check_plan(indexer: Indexer) -> None:
         count = -(-min(max(length, 0), width * bpp * 128) // 128)
         wanted += [int(table[request, j // bpp]) * bpp + j % bpp for j in range(count)]
     starts.append(len(wanted))
-    expect(buffers["header"][:4].tolist() == [len(wanted), width * bpp * 128 - 1, len(lens), 1], "header")
+    expect(buffers["header"][:3].tolist() == [len(wanted), len(lens), 1], "header")
     expect(buffers["offsets"][: len(starts)].tolist() == starts, "offsets")
     expect(buffers["blocks"][: len(wanted)].tolist() == wanted, "blocks")
-    expect(buffers["lens"][: len(lens)].tolist() == [min(max(n, 0), width * bpp * 128 + 1) for n in lens], "lens")
+    positions = [min(max(n, 0), width * bpp * 128) - 1 for n in lens]
+    expect(buffers["positions"][: len(lens)].tolist() == positions, "positions")
     first = [max(r for r in range(len(lens)) if starts[r] <= u * len(wanted) // units) for u in range(units)]
     expect(buffers["unit_request"][:units].tolist() == first, "unit_request")
 
@@ -67,7 +78,7 @@ def check_other_shape(indexer: Indexer, batch: DecodeBatch, query_len: int) -> N
         indexer.plan_decode(batch.block_table[:requests], batch.seq_lens[:requests], query_len=other)
         before = indexer._engine.buffers[0]["scores"].clone()
         out = torch.full((query_len + 2, heads, topk), SENTINEL, dtype=torch.int32, device=batch.out.device)
-        indexer._engine.run(captured, batch.q[:query_len], batch.cache, out)
+        indexer._engine.decode(captured, batch.q[:query_len], batch.cache, out)
         expect(out[:query_len].unique().tolist() == [-1], f"rows after a plan of {requests} requests, {other} queries")
         expect(out[query_len:].unique().tolist() == [SENTINEL], "rows beyond the launch")
         same = torch.equal(indexer._engine.buffers[0]["scores"].view(torch.int32), before.view(torch.int32))
@@ -88,10 +99,10 @@ def check_selection(case: DecodeCase, indexer: Indexer) -> None:
     values[0] = torch.randn(values[0].shape, generator=generator)
     values[torch.rand(scores.shape, generator=generator) < 0.02] = float("nan")
     scores.copy_(values)
-    out, storage = sentinel_output(case, requests)
-    _, _, select, merge = engine._launches[0][0]
+    out, storage = sentinel_output(requests, case.num_heads, case.topk, case.out_layout)
+    _, _, select, merge = engine.decodes[0].launches[0]
     stride_t, stride_h, _ = out.stride()
-    select(requests * engine._num_splits, 0, out, stride_t, stride_h, requests)
+    select(requests * engine.decodes[0]._num_splits, 0, out, stride_t, stride_h, requests)
     merge(requests, 0, out, stride_t, stride_h, requests)
     options = (case.topk, case.init_blocks, case.local_blocks, case.order, case.empty_row)
     for b, length in enumerate(case.seq_lens):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,18 @@ class Executor:
         with pytest.MonkeyPatch.context() as patch:
             if self.languages:
                 patch.setattr("blockpick.dispatch.installed_packages", lambda: filtered(self.languages))
+            for module in ("blockpick.ops.engine", "blockpick.ops.insert"):
+                patch.setattr(f"{module}.load", self.load)
+            patch.setattr("blockpick.ops.insert._per_thread", self.bound_inserts())
             yield
+
+    def bound_inserts(self) -> threading.local:
+        """The insert launches of this executor, apart from those of others with the same arguments."""
+        return BOUND_INSERTS.setdefault(self, threading.local())
+
+    def load(self, variant: Any, route: str, device: Any) -> RecordedKernel:
+        """The library's kernel, with its launches noted."""
+        return RecordedKernel(dispatch.load(variant, route, device), self.account, variant.name)
 
     @property
     def account(self) -> str:
@@ -54,16 +66,7 @@ class Executor:
     def indexer(self, layout: blockpick.CacheLayout, **options: Any) -> blockpick.Indexer:
         """An indexer that runs on this executor."""
         with self.active():
-            indexer = blockpick.Indexer(layout, device=self.device, backend=self.backend, arch=self.arch, **options)
-        engine = indexer._engine
-        names = [
-            (engine.kernels.plan, score, engine.kernels.select, engine.kernels.merge) for score in engine.kernels.score
-        ]
-        engine._launches = [
-            [tuple(map(self.recorded, launches, choices)) for launches, choices in zip(slot, names, strict=True)]
-            for slot in engine._launches
-        ]
-        return indexer
+            return blockpick.Indexer(layout, device=self.device, backend=self.backend, arch=self.arch, **options)
 
     def insert(
         self, layout: blockpick.CacheLayout, cache: torch.Tensor, *tensors: torch.Tensor, **options: Any
@@ -71,17 +74,26 @@ class Executor:
         """Insert on this executor."""
         with self.active():
             blockpick.insert(layout, cache, *tensors, backend=self.backend, arch=self.arch, **options)
-        arch = self.arch or blockpick.device.describe(cache.device).arch
-        EXERCISED.add((self.account, f"insert__{arch}__{layout.dtype}"))
 
-    def recorded(self, launch: Any, choice: Any) -> Any:
-        """``launch`` that notes its variant when it is called."""
 
-        def call(*arguments: Any) -> None:
-            EXERCISED.add((self.account, choice.variant.name))
+BOUND_INSERTS: dict[Executor, threading.local] = {}
+
+
+class RecordedKernel:
+    """A kernel whose launches note the variant under an account."""
+
+    def __init__(self, kernel: Any, account: str, variant: str) -> None:
+        self._kernel, self._entry = kernel, (account, variant)
+
+    def bind(self, fixed: Any, dynamic: Any) -> Any:
+        """Like the kernel's."""
+        launch = self._kernel.bind(fixed, dynamic)
+
+        def run(*arguments: Any) -> None:
+            EXERCISED.add(self._entry)
             launch(*arguments)
 
-        return call
+        return run
 
 
 @functools.cache
@@ -89,7 +101,7 @@ def standin() -> Any:
     """The stand-in for libamdhip64, loaded into this process with the LLVM-IR interpreter behind it."""
     from hip_standin.device import Standin
 
-    return Standin(ROOT / "build" / "ir")
+    return Standin(ROOT / "build" / "ir", ROOT / "build" / "hip-standin")
 
 
 @dataclass(frozen=True)
@@ -114,23 +126,25 @@ class IrExecutor(Executor):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        from hip_standin.device import DEVICES, VisibleKernel, environment
+        from hip_standin.device import DEVICES, environment
 
         loader = blockpick.device.binary_loader("rocm")
-
-        def load(variant: Any, route: str, device: Any) -> Any:
-            fresh = standin().rewrite is not None
-            kernel = (dispatch.load.__wrapped__ if fresh else dispatch.load)(variant, route, device)
-            return VisibleKernel(standin(), kernel, self.order, self.devices)
-
         standin()
-        with environment(**{DEVICES: self.devices}), pytest.MonkeyPatch.context() as patch:
+        with environment(**{DEVICES: self.devices}), pytest.MonkeyPatch.context() as patch, super().active():
             (device,) = loader.devices()
             for module in ("blockpick.indexer", "blockpick.ops.insert"):
-                patch.setattr(f"{module}.describe", lambda _: device)
-            for module in ("blockpick.ops.decode_pick", "blockpick.ops.insert"):
-                patch.setattr(f"{module}.load", load)
+                patch.setattr(f"{module}.describe", lambda *_: device)
             yield
+
+    def bound_inserts(self) -> threading.local:
+        return super().bound_inserts() if standin().rewrite is None else threading.local()
+
+    def load(self, variant: Any, route: str, device: Any) -> RecordedKernel:
+        from hip_standin.device import VisibleKernel
+
+        find = dispatch.load if standin().rewrite is None else dispatch.load.__wrapped__
+        kernel = VisibleKernel(standin(), find(variant, route, device), self.order, self.devices)
+        return RecordedKernel(kernel, self.account, variant.name)
 
 
 def filtered(languages: tuple[str, ...]) -> dict[str, Any]:

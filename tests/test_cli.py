@@ -103,7 +103,7 @@ def test_demo_picks_the_planted_passage(story: Path, arch: str, cache_dtype: str
     )
     assert found["run"]["route"] == "interpreter" and found["run"]["arch"] == arch
     assert found["run"]["variants"]["insert"] == [f"insert__{arch}__{cache_dtype}"]
-    assert set(found["run"]["variants"]) >= {"insert", "decode_plan", "decode_score", "decode_select"}
+    assert set(found["run"]["variants"]) >= {"insert", "decode_plan", "decode_score", "select_blocks"}
     assert found["oracle"] == {"verdict": "identical", "differences": []}
     best, own = found["picks"][0], found["picks"][-1]
     assert best["block"] == PLANTED_BLOCK and set(best["votes"]) == set(found["queries"])
@@ -155,7 +155,7 @@ def test_doctor_without_a_gpu() -> None:
     for row in found["m3"]:
         assert row["served"] and row["order"] == "local_last"
         roles = [kernel["role"] for kernel in row["kernels"]]
-        assert roles == ["insert", "decode_plan", "decode_score", "decode_select", "decode_merge"]
+        assert roles == ["insert", "decode_plan", "decode_score", "select_blocks", "merge_splits"]
         score = row["kernels"][2]
         assert score["route"] == "aot" and all(other["reason"] for other in score["rejected"])
 

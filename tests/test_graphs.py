@@ -354,7 +354,7 @@ def test_host_time_per_launch(executor, record_property):
     indexer = Indexer(case.layout(), device=executor.device, backend=executor.backend, **case.options())
     batch = build(case).to(executor.device)
     plan = indexer.plan_decode(batch.block_table, batch.seq_lens, query_len=1)
-    launch, stream = indexer._engine._launches[0][0][2], torch.cuda.current_stream().cuda_stream
+    launch, stream = indexer._engine.decodes[0].launches[0][2], torch.cuda.current_stream().cuda_stream
     handle, driver_call = indexer.handle(), launch._call
     launch(1, stream, batch.out, 16, 16, 1)
     calls = {

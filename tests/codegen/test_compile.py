@@ -65,7 +65,7 @@ def test_unchanged_variants_are_not_compiled_again(tmp_path):
 
 def test_compiling_one_variant_keeps_the_others(tmp_path):
     """A filter compiles what it names; binaries that the cache holds stay in the packages, the rest have sources only."""
-    first, second = "insert__sm90__bf16", "decode_merge__sm90__k16"
+    first, second = "insert__sm90__bf16", "merge_splits__sm90__k16"
     for name in (first, second):
         assert compile_in(tmp_path, name).returncode == 0
     data = json.loads((package_folder(tmp_path, "cuda", "sm90") / "manifest.json").read_text())["variants"]
@@ -127,7 +127,7 @@ def test_a_failed_gate_fails_the_command(tmp_path, monkeypatch, capsys):
 
     target = dataclasses.replace(MATRIX.targets["gfx942"], limits={"shared_bytes": 8, "registers_per_thread": 512})
     matrix = dataclasses.replace(MATRIX, targets={**MATRIX.targets, "gfx942": target})
-    chosen = matrix.matching(["decode_merge__gfx942__k16"])
+    chosen = matrix.matching(["merge_splits__gfx942__k16"])
     assert cli.compile_packages(matrix, chosen, tmp_path, ROOT / "build" / "cache", 1) == 1
     assert not (tmp_path / "backends").exists()
 

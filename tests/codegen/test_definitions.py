@@ -46,7 +46,7 @@ def test_every_exclusion_excludes_something_and_says_why():
             assert not any(exclusion.matches(chosen) for chosen in op.combinations())
 
 
-@pytest.mark.parametrize("role", ["decode_plan", "decode_score", "decode_select", "decode_merge", "insert"])
+@pytest.mark.parametrize("role", ["decode_plan", "decode_score", "select_blocks", "merge_splits", "insert"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_has_an_interpretable_variant_of_every_role(role, target):
     assert any(op.role == role and op.language == "triton" and target in op.targets for op in MATRIX.ops.values())

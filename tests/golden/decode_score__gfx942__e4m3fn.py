@@ -38,7 +38,7 @@ def decode_score(
     q_ptr,
     cache_ptr,
     header_ptr,
-    lens_ptr,
+    positions_ptr,
     offsets_ptr,
     unit_request_ptr,
     blocks_ptr,
@@ -68,9 +68,8 @@ def decode_score(
         wait_for_producer()
     unit = tl.program_id(0)
     num_units = tl.num_programs(0)
-    planned = (tl.load(header_ptr + 2) == num_requests) & (tl.load(header_ptr + 3) == query_len)
+    planned = (tl.load(header_ptr + 1) == num_requests) & (tl.load(header_ptr + 2) == query_len)
     total = tl.where(planned, tl.load(header_ptr), 0).to(tl.int64)
-    max_position = tl.load(header_ptr + 1)
     pos = (unit * total // num_units).to(tl.int32)
     end = ((unit + 1) * total // num_units).to(tl.int32)
 
@@ -86,7 +85,7 @@ def decode_score(
         stop = tl.minimum(end, tl.load(offsets_ptr + request + 1))
         token = request.to(tl.int64) * query_len + query
         queries = load_queries(q_ptr + token * stride_q_t + head * stride_q_h, mask_c, INTERPRETED)
-        position = tl.minimum(tl.load(lens_ptr + request) - query_len + query, max_position)
+        position = tl.load(positions_ptr + request * query_len + query, mask=mask_c, other=-1)
         row_ptr = scores_ptr + (request.to(tl.int64) * (query_len * num_heads) + offs_c) * stride_scores - base
         for k in tl.range(pos, stop, num_stages=STAGES):
             block = tl.load(blocks_ptr + k)

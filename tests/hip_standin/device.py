@@ -10,7 +10,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ class Standin:
     of a module when it is loaded; ``trap`` is what the last failed kernel did.
     """
 
-    def __init__(self, ir_folder: Path) -> None:
+    def __init__(self, ir_folder: Path, build_folder: Path) -> None:
         self.order, self.seed = "lockstep", 0
         self.turn_limit = 1_000_000
         self.rewrite: Callable[[str], str] | None = None
@@ -85,7 +84,7 @@ class Standin:
         self._functions: dict[int, Program] = {}
         self._launches: dict[int, Iterator[None]] = {}
         self._last_id = 0
-        root = build(Path(tempfile.gettempdir()) / "blockpick-hip-standin")
+        root = build(build_folder)
         with environment(ROCM_PATH=str(root)):  # hip-python looks for the library at its first call
             from hip import hip
 

@@ -67,14 +67,16 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
     "decode_score__{arch}__e4m3fn_r128_c16": (decodes("e4m3fn-None-c16-score"), SCORER),
     "decode_score__{arch}__nvfp4_exact_r128_c16": (decodes("nvfp4-exact-c16-score"), SCORER),
     "decode_score__{arch}__nvfp4_e4m3_r128_c32": (decodes("nvfp4-e4m3-c32-score"), SCORER),
-    "decode_select__{arch}__k16": (
+    "select_blocks__{arch}__k16": (
         selects, {"wrong lanes", "barriers removed", "output short", "zero mask dropped"},
     ),
-    "decode_merge__{arch}__k16": (selects, {"wrong lanes", "output short", "zero mask dropped"}),  # one wave
-    "insert__{arch}__bf16": (lambda machine: check_insert(machine, "bf16"), STORES | {"zero mask dropped"}),
-    "insert__{arch}__e4m3fn": (lambda machine: check_insert(machine, "e4m3fn"), STORES | {"zero mask dropped"}),
+    "merge_splits__{arch}__k16": (selects, {"wrong lanes", "output short", "zero mask dropped"}),  # one wave
+    "insert__{arch}__bf16": (lambda machine: check_insert(machine, "bf16"), STORES),
+    "insert__{arch}__e4m3fn": (lambda machine: check_insert(machine, "e4m3fn"), STORES),
     "insert__{arch}__nvfp4": (lambda machine: check_insert(machine, "nvfp4"), STORES),
 }  # fmt: skip
+# faults that change nothing: op, kind -> why
+EQUIVALENT = {("insert", "zero mask dropped"): "page 0 stands in for slots whose stores are masked anyway"}
 ASYNCHRONOUS = {"gfx942": set(), "gfx950": {"wait removed"}}  # scorers of CDNA4 copy to LDS in the background
 
 
@@ -105,7 +107,7 @@ def survives(mutant: Mutant, original: str, arch: str, check: Check) -> bool:
 def test_planted_faults_are_found(arch: str, name: str) -> None:
     check, kinds = CHECKS[name]
     original = ir_of(name.format(arch=arch))
-    planted = list(mutants(original))
+    planted = [mutant for mutant in mutants(original) if (name.split("__")[0], mutant.kind) not in EQUIVALENT]
     wanted = kinds | (ASYNCHRONOUS[arch] if "decode_score" in name else set())
     assert {mutant.kind for mutant in planted} == wanted
     survivors = [f"{m.kind}, {m.place}" for m in planted if survives(m, original, arch, check)]

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import CONFORMANCE, SELECTIONS, check_selection
+from conformance import CACHES, CONFORMANCE, PREFILLS, SELECTIONS, check_selection
 from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
 
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, check_batch, poison
+from blockpick.testing.prefill_cases import run_prefill_case
 from blockpick.testing.reference import insert_reference
 
 pytestmark = pytest.mark.skipif(GPU, reason="executed on machines without a GPU")
@@ -27,7 +28,7 @@ by_name = pytest.mark.parametrize("machine", EXECUTORS, ids=lambda machine: mach
 def ties_across_programs(case: DecodeCase, indexer: Any, plan: Any) -> int:
     """Pairs of one row's blocks with equal scores that different workgroups of the scorer computed."""
     blocks = [-(-length // 128) for length in case.seq_lens]
-    units, total = indexer._engine._units[case.query_len - 1], sum(blocks)
+    units, total = indexer._engine.decodes[0].units[case.query_len - 1], sum(blocks)
     starts = torch.tensor([0, *itertools.accumulate(blocks)])
     edges = torch.tensor([unit * total // units for unit in range(1, units)])
     pairs = 0
@@ -55,6 +56,14 @@ def test_decode_variants(machine: Any, case: DecodeCase) -> None:
 def test_selection_variants(machine: Any, case: DecodeCase) -> None:
     """Rows of several splits: what scoring thousands of blocks would show of selection, in a hundredth of the time."""
     check_selection(case, machine.indexer(case.layout(), **case.options()))
+
+
+@by_name
+@pytest.mark.parametrize("cache", CACHES, ids=lambda c: "-".join(map(str, c)))
+def test_prefill_variants(machine: Any, cache: tuple[str, str | None]) -> None:
+    """One case of every cache in each wave order."""
+    score, local_last = [case for case in PREFILLS if (case.dtype, case.rounding) == cache]
+    run_prefill_case(score if machine.order == "lockstep" else local_last, machine.indexer, "cpu")
 
 
 def check_insert(machine: Any, dtype: str) -> None:

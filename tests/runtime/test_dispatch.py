@@ -60,8 +60,8 @@ def test_smallest_sufficient_variant_wins_and_the_others_say_why():
 
 def test_too_large_a_need_lists_every_candidate():
     with pytest.raises(KernelNotInstalledError) as error:
-        select(find_package("sm90"), "decode_select", [Need("topk", 65, at_least=True)], "aot")
-    for name in ("decode_select__sm90__k16", "decode_select__sm90__k64", "decode_select_cuda__sm90__k64"):
+        select(find_package("sm90"), "select_blocks", [Need("topk", 65, at_least=True)], "aot")
+    for name in ("select_blocks__sm90__k16", "select_blocks__sm90__k64", "select_blocks_cuda__sm90__k64"):
         assert name in str(error.value)
     assert "topk 64 < 65 needed" in str(error.value)
 
@@ -72,8 +72,9 @@ def test_preference_and_route():
     """
     config = IndexerConfig(CacheLayout("nvfp4"))
     aot = select_decode(find_package("sm100"), config, "aot")
-    assert (aot.score[0].variant.language, aot.select.variant.language) == ("gluon", "cuda")
-    assert aot.rounding == "e4m3"
+    assert (aot.score[0].variant.language, aot.selection.pick.variant.language) == ("gluon", "cuda")
+    assert config.rounding(find_package("sm100").nvfp4_rounding) == "e4m3"
+    assert aot.score[0].variant.axes["rounding"] == "e4m3"
     interpreted = select_decode(find_package("sm100"), config, "interpreter")
     assert {choice.variant.language for choice in interpreted.choices} == {"triton"}
     assert any("gluon source, route interpreter takes triton" in why for _, why in interpreted.score[0].rejected)

@@ -17,6 +17,7 @@ NUM_HEADS = (1, 2, 4)
 MAX_TOPK = 64
 MAX_QUERY_LEN = 8
 MAX_BLOCKS = 65534
+MAX_PREFILL_TOKENS = 1 << 24
 INT32_MAX = 2**31 - 1
 
 
@@ -43,6 +44,8 @@ class IndexerConfig:
     empty_row: str = "minus_one"
     nvfp4_rounding: str | None = None
     slots: int = 1
+    max_prefill_tokens: int = 0
+    workspace_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, CacheLayout):
@@ -74,6 +77,8 @@ class IndexerConfig:
         between("max_query_len", 1, MAX_QUERY_LEN)
         between("max_seq_len", 1, MAX_BLOCKS * BLOCK_TOKENS, f" ({MAX_BLOCKS} blocks of {BLOCK_TOKENS} tokens)")
         between("slots", 1, 16)
+        between("max_prefill_tokens", 0, MAX_PREFILL_TOKENS)
+        between("workspace_bytes", 1, 1 << 40)
         if self.init_blocks + self.local_blocks > self.topk:
             raise UnsupportedConfigError(
                 f"Indexer: init_blocks={self.init_blocks} + local_blocks={self.local_blocks} > topk={self.topk}; "
@@ -111,6 +116,10 @@ class IndexerConfig:
     def score_stride(self) -> int:
         """Scores between two rows of the score scratch."""
         return -(-self.max_blocks // 32) * 32
+
+    def rounding(self, default: str) -> str:
+        """The NVFP4 rounding in force, given the architecture's default; ``none`` for other caches."""
+        return self.nvfp4_rounding or default if self.layout.dtype == "nvfp4" else "none"
 
     @property
     def unscored_blocks(self) -> int:

@@ -74,8 +74,8 @@ def torch_vendor() -> str:
     return "rocm" if torch.version.hip else "cuda"
 
 
-def describe(device: torch.device) -> DeviceInfo:
-    """Driver facts of a GPU tensor's device.
+def describe(device: torch.device, asked: str = "") -> DeviceInfo:
+    """Driver facts of a GPU tensor's device; ``asked`` opens the message of a refusal.
 
     Raises
     ------
@@ -83,14 +83,16 @@ def describe(device: torch.device) -> DeviceInfo:
         When the device is not a GPU, or the loader for its vendor is not installed.
     """
     if device.type != "cuda":
-        raise UnsupportedArchError(f"device {device}: no architecture; kernels run on cuda (CUDA or ROCm) devices")
+        raise UnsupportedArchError(
+            f"{asked}device {device}: no architecture; kernels run on cuda (CUDA or ROCm) devices"
+        )
     vendor = torch_vendor()
     loader = binary_loader(vendor)
     if loader is None:
         broken = broken_backends()
         state = f"cannot be imported ({broken[vendor]})" if vendor in broken else "is not installed"
         raise UnsupportedArchError(
-            f"device {device}: blockpick-{vendor} {state}; usable backends: "
+            f"{asked}device {device}: blockpick-{vendor} {state}; usable backends: "
             f"{', '.join(sorted(installed_backends())) or 'none'}. Install blockpick-{vendor} with its dependencies."
         )
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -9,23 +9,16 @@ from typing import Any
 
 import torch
 
-from .checks import (
-    check_aligned,
-    check_distinct_elements,
-    check_int,
-    check_last_stride,
-    check_not_capturing,
-    check_tensor,
-    resolve_device,
-)
+from .checks import check_int, check_not_capturing, resolve_device
 from .config import BACKENDS, IndexerConfig, Memory
 from .device import binary_loader, describe, torch_vendor
 from .dispatch import Choice, interpreted_arch, pick_route
 from .errors import StalePlanError, UnsupportedConfigError
-from .layout import HEAD_DIM, CacheLayout
+from .layout import CacheLayout
 from .manifest import installed_packages
-from .ops.decode_pick import DecodeEngine, KernelEngine
-from .plan import DecodePlan
+from .ops.engine import Engine, KernelEngine
+from .plan import DecodePlan, PrefillPlan
+from .step_checks import check_decode, check_prefill, check_slot, check_table, check_tokens
 
 MAX_ACCEPTED = 256
 _HANDLES = itertools.count()
@@ -59,6 +52,11 @@ class Indexer:
         What a row without a visible block holds: all -1, or [0, -1, ...].
     nvfp4_rounding : {"exact", "e4m3"}, optional
         Whether code * scale is kept or rounded to e4m3; the architecture's default if None.
+    max_prefill_tokens : int
+        Queries of the largest prefill batch; 0 builds an indexer for decode only.
+    workspace_bytes : int
+        Bound on the scores of a prefill that are held at once, at least those of one tile of queries; longer batches
+        are scored and selected in passes. Decode scores share it.
     slots : int
         Batches that may be in flight at once (two streams, dual-batch overlap); each has its own buffers.
     device : torch.device or str
@@ -86,26 +84,38 @@ class Indexer:
         self, layout: CacheLayout, *, num_heads: int = 1, topk: int = 16, init_blocks: int = 0, local_blocks: int = 1,
         max_requests: int = 256, max_query_len: int = 1, max_seq_len: int = 1 << 20, order: str = "score",
         out_layout: str = "thk", empty_row: str = "minus_one", nvfp4_rounding: str | None = None, slots: int = 1,
+        max_prefill_tokens: int = 0, workspace_bytes: int = 1 << 28,
         device: torch.device | str = "cuda", backend: str = "auto", allow_jit: bool = False, arch: str | None = None,
     ) -> None:  # fmt: skip
-        if backend not in BACKENDS:
-            raise UnsupportedConfigError(
-                f"Indexer: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}"
-            )
         self.config = IndexerConfig(
             layout, num_heads, topk, init_blocks, local_blocks, max_requests, max_query_len, max_seq_len, order,
-            out_layout, empty_row, nvfp4_rounding, slots,
+            out_layout, empty_row, nvfp4_rounding, slots, max_prefill_tokens, workspace_bytes,
         )  # fmt: skip
         self.device = resolve_device(device)
-        self._engine, self.route, self._reason = _make_engine(self.config, self.device, backend, allow_jit, arch)
+        self._engine, self.route, self._reason = make_engine(self.config, self.device, backend, allow_jit, arch)
+        self._engine.allocate()
         self._generations = [0] * self.config.slots
         self._plans: list[DecodePlan | None] = [None] * self.config.slots
+        self._prefill_generations = [0] * self.config.slots
+        self._prefill_plans: list[PrefillPlan | None] = [None] * self.config.slots
         self._accepted: dict[object, None] = {}  # facts of arguments that passed the checks
-        self._decode_calls = 0
+        self._decode_calls = self._prefill_calls = 0
         self._handles = [next(_HANDLES) for _ in range(self.config.slots)]
         for slot, handle in enumerate(self._handles):
             _SLOTS[handle] = (weakref.ref(self), slot)
             weakref.finalize(self, _SLOTS.pop, handle)
+
+    @staticmethod
+    def required_memory(
+        layout: CacheLayout, *, device: torch.device | str = "cuda", backend: str = "auto", allow_jit: bool = False,
+        arch: str | None = None, **options: Any,
+    ) -> Memory:  # fmt: skip
+        """Every byte that an indexer with these arguments would hold, by purpose, before anything is allocated.
+
+        For an engine's memory profiling. Takes the constructor's arguments and raises what it would raise.
+        """
+        config = IndexerConfig(layout, **options)
+        return make_engine(config, resolve_device(device), backend, allow_jit, arch)[0].memory()
 
     # ---- what was decided ----
 
@@ -140,6 +150,8 @@ class Indexer:
             "route": self.route,
             "plans": sum(self._generations),
             "decode_calls": self._decode_calls,
+            "prefill_plans": sum(self._prefill_generations),
+            "prefill_calls": self._prefill_calls,
         }
 
     def handle(self, slot: int = 0) -> int:
@@ -178,24 +190,10 @@ class Indexer:
         """
         check_not_capturing(self.device, "plan_decode")
         config = self.config
-        check_tensor("block_table", block_table, torch.int32, 2, self.device, "[B, W]")
-        check_tensor("seq_lens", seq_lens, torch.int32, 1, self.device, "[B]")
-        check_last_stride("block_table", block_table)
-        check_last_stride("seq_lens", seq_lens)
-        num_requests, width = block_table.shape
-        check_int("slot", slot, 0, config.slots - 1, f"slots={config.slots}")
+        check_slot(config, slot)
         check_int("query_len", query_len, 1, config.max_query_len, f"max_query_len={config.max_query_len}")
-        if not 1 <= num_requests <= config.max_requests:
-            raise ValueError(f"block_table: must have 1..{config.max_requests} rows (max_requests), has {num_requests}")
-        max_width = config.max_blocks // config.layout.blocks_per_page
-        if not 1 <= width <= max_width:
-            raise ValueError(
-                f"block_table: must have 1..{max_width} columns (max_seq_len={config.max_seq_len} in pages of "
-                f"{config.layout.page_size}), has {width}"
-            )
-        if seq_lens.shape[0] != num_requests:
-            raise ValueError(f"seq_lens: must have {num_requests} entries like block_table, has {seq_lens.shape[0]}")
-        self._engine.plan(slot, block_table, seq_lens, query_len)
+        num_requests, width = check_table(config, self.device, block_table, seq_lens)
+        self._engine.plan_decode(slot, block_table, seq_lens, query_len)
         self._generations[slot] += 1
         plan = DecodePlan(slot, self._generations[slot], num_requests, query_len, width * config.layout.blocks_per_page)
         self._plans[slot] = plan
@@ -253,11 +251,11 @@ class Indexer:
             )
         facts = (plan.num_requests, plan.query_len, allow_padding, _facts(q), _facts(cache), _facts(out))
         if facts not in self._accepted:
-            self._check_decode(plan, q, cache, out, allow_padding)
+            check_decode(self.config, self.device, plan, q, cache, out, allow_padding)
             if len(self._accepted) >= MAX_ACCEPTED:
                 self._accepted.clear()
             self._accepted[facts] = None
-        self._engine.run(plan, q, cache, out if self.config.out_layout == "thk" else out.transpose(0, 1))
+        self._engine.decode(plan, q, cache, self._tokens_first(out))
         self._decode_calls += 1
         return out
 
@@ -272,33 +270,115 @@ class Indexer:
         """
         return self._engine.scores(plan)
 
-    def _check_decode(
-        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, allow_padding: bool
-    ) -> None:
+    # ---- prefill ----
+
+    def plan_prefill(
+        self, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, *, num_tokens: int,
+        max_seq_len: int | None = None, slot: int = 0,
+    ) -> PrefillPlan:  # fmt: skip
+        """Plan a prefill step of requests with any number of queries, on the device without a synchronisation.
+
+        Query i of a request sits at position ``seq_lens - query_len + i`` (bottom-right causal), as in decode.
+
+        Parameters
+        ----------
+        cu_seqlens_q : torch.Tensor
+            int32 [B + 1], contiguous, on the device, ascending from 0: where each request's queries begin.
+        seq_lens : torch.Tensor
+            int32 [B], contiguous. Tokens of every request, the queries included.
+        block_table : torch.Tensor
+            int32 [B, W], last stride 1, on the device; kept, and read by every layer's prefill.
+        num_tokens : int
+            Rows of q, 1..max_prefill_tokens. Tokens from ``cu_seqlens_q[-1]`` on are padding: their rows stay
+            untouched.
+        max_seq_len : int, optional
+            An upper bound of ``seq_lens`` that the host knows; the tighter, the less scratch a row takes. Default: what
+            the table can address. Positions beyond it are clamped as those beyond the table are.
+        slot : int
+            Which of the indexer's slots to use; the slot's earlier prefill plan becomes invalid, its decode plan stays.
+
+        Returns
+        -------
+        PrefillPlan
+            Pass it to :meth:`prefill`, once per layer.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument, before anything is launched.
+        UnsupportedConfigError
+            When the indexer was built without ``max_prefill_tokens``.
+        RuntimeError
+            Inside a graph capture.
+        """
+        check_not_capturing(self.device, "plan_prefill")
         config = self.config
-        check_tensor("q", q, config.layout.query_dtype, 3, self.device, f"[T, {config.num_heads}, {HEAD_DIM}]")
-        rows = plan.num_requests * plan.query_len
-        if q.shape[1] != config.num_heads or q.shape[2] != HEAD_DIM:
-            raise ValueError(f"q: must be [T, {config.num_heads}, {HEAD_DIM}], has shape {list(q.shape)}")
-        if q.shape[0] < rows or (q.shape[0] > rows and not allow_padding):
-            raise ValueError(
-                f"q: must have {rows} rows ({plan.num_requests} requests * query_len {plan.query_len}), has "
-                f"{q.shape[0]}"
-                + ("" if allow_padding or q.shape[0] < rows else "; pass allow_padding=True for a padded batch")
+        if not config.max_prefill_tokens:
+            raise UnsupportedConfigError("plan_prefill: this indexer was built for decode; pass max_prefill_tokens")
+        check_slot(config, slot)
+        num_requests, width = check_table(config, self.device, block_table, seq_lens)
+        blocks = check_tokens(config, self.device, cu_seqlens_q, num_requests, width, num_tokens, max_seq_len)
+        stride, pass_tokens, num_passes = self._engine.prefill_geometry(blocks, num_tokens)
+        self._prefill_generations[slot] += 1
+        plan = PrefillPlan(
+            slot, self._prefill_generations[slot], num_requests, num_tokens, block_table, blocks, stride, pass_tokens,
+            num_passes,
+        )  # fmt: skip
+        self._engine.plan_prefill(plan, cu_seqlens_q, seq_lens)
+        self._prefill_plans[slot] = plan
+        return plan
+
+    def prefill(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the picked block ids of one layer for every query of a prefill batch.
+
+        Parameters
+        ----------
+        plan : PrefillPlan
+            The slot's current prefill plan.
+        q : torch.Tensor
+            [num_tokens, H, 128] index queries, as in :meth:`decode`.
+        cache : torch.Tensor
+            The layer's index-K cache in the indexer's layout; it holds the keys of the queries' own tokens too.
+        out : torch.Tensor
+            int32 [num_tokens, H, topk] (``thk``) or [H, num_tokens, topk] (``htk``), as in :meth:`decode`.
+
+        Returns
+        -------
+        torch.Tensor
+            ``out``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument, before anything is launched.
+        StalePlanError
+            When the slot was planned for prefill again since.
+        """
+        if not isinstance(plan, PrefillPlan):
+            raise TypeError(f"plan: must be a PrefillPlan, is {type(plan).__name__}")
+        if plan not in self._prefill_plans:
+            raise StalePlanError(
+                f"plan: generation {plan.generation} of slot {plan.slot} was replaced by a later plan_prefill; plan "
+                f"again, or use another slot for a batch in flight (slots={self.config.slots})"
             )
-        check_last_stride("q", q)
-        check_aligned("q", q, 16)
-        config.layout.check(cache)
-        if cache.device != self.device:
-            raise ValueError(f"cache: must be on {self.device}, is on {cache.device}")
-        check_tensor("out", out, torch.int32, 3, self.device, config.out_layout)
-        expected = (q.shape[0], config.num_heads, config.topk)
-        if config.out_layout == "htk":
-            expected = (config.num_heads, q.shape[0], config.topk)
-        if tuple(out.shape) != expected:
-            raise ValueError(f"out: must have shape {list(expected)} ({config.out_layout}), has {list(out.shape)}")
-        check_last_stride("out", out)
-        check_distinct_elements("out", out)
+        check_prefill(self.config, self.device, plan, q, cache, out)
+        self._engine.prefill(plan, q, cache, self._tokens_first(out))
+        self._prefill_calls += 1
+        return out
+
+    def prefill_scores(self, plan: PrefillPlan) -> torch.Tensor:
+        """Block scores of the last pass of the slot's last prefill, for tests and debugging.
+
+        Returns
+        -------
+        torch.Tensor
+            fp32 copy [t, H, blocks] of the batch's last t tokens. Entries of invisible blocks, of padding, and of
+            requests that needed no scores are undefined.
+        """
+        return self._engine.prefill_scores(plan)
+
+    def _tokens_first(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self.config.out_layout == "thk" else out.transpose(0, 1)
 
 
 def _facts(tensor: torch.Tensor) -> object:
@@ -308,10 +388,12 @@ def _facts(tensor: torch.Tensor) -> object:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
 
 
-def _make_engine(
+def make_engine(
     config: IndexerConfig, device: torch.device, backend: str, allow_jit: bool, arch: str | None
-) -> tuple[DecodeEngine, str, str]:
-    """The engine, its route, and why."""
+) -> tuple[Engine, str, str]:
+    """The engine, not yet allocated, its route, and why."""
+    if backend not in BACKENDS:
+        raise UnsupportedConfigError(f"Indexer: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
     if backend == "reference" or (backend == "auto" and device.type == "cpu"):
         from .testing.engine import ReferenceEngine
 
@@ -330,7 +412,7 @@ def _make_engine(
             "interpreter",
             f"asked for, sources of {chosen}",
         )
-    info = describe(device)
+    info = describe(device, f"Indexer: backend={backend!r}: ")
     route, reason = (backend, "asked for") if backend in ("aot", "jit") else pick_route(info, allow_jit)
     return KernelEngine(config, device, info, info.arch, route), route, f"{info.name} is {info.arch}; {reason}"
 

@@ -254,11 +254,11 @@ def m3_table(served: list[Served]) -> Table:
     first = served[0].config
     title = f"MiniMax M3: topk 16, local 1, order local_last, query_len 1..{first.max_query_len} (-v: all kernels)"
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, padding=(0, 1))
-    for heading in ("arch", "cache", "TP (heads)", "page", "decode_score", "decode_select"):
+    for heading in ("arch", "cache", "TP (heads)", "page", "decode_score", "select_blocks"):
         table.add_column(heading)
     rows: dict[tuple[str, str, tuple[str, str]], list[Served]] = {}
     for entry in served:
-        kernels = short_names(entry, "decode_score"), short_names(entry, "decode_select")
+        kernels = short_names(entry, "decode_score"), short_names(entry, "select_blocks")
         rows.setdefault((entry.arch, entry.config.layout.dtype, kernels), []).append(entry)
     previous = ""
     for (arch, dtype, kernels), entries in rows.items():

@@ -112,7 +112,7 @@ def _bind(
     if backend == "interpreter":
         route, arch = "interpreter", interpreted_arch(arch)
     else:
-        info = describe(device)
+        info = describe(device, f"insert: backend={backend!r}: ")
         route, arch = backend if backend in ("aot", "jit") else pick_route(info, allow_jit)[0], info.arch
     choice = select_insert(find_package(arch), layout, route)
     fixed = {

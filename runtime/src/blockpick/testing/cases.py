@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,49 +107,61 @@ def random_values(shape: tuple[int, ...], data: str, generator: torch.Generator)
     return values
 
 
-def build(case: DecodeCase) -> DecodeBatch:
-    """Tensors of ``case`` on the CPU: used tokens written, all else poisoned, table tails garbage."""
-    generator = torch.Generator().manual_seed(case.seed)
-    layout = case.layout()
-    width = case.options()["max_seq_len"] // case.page_size  # type: ignore[operator]
-    counts = [-(-max(length, 0) // case.page_size) for length in case.seq_lens]
+def build_cache(
+    layout: CacheLayout, query_lens: Sequence[int], seq_lens: Sequence[int], width: int, data: str, page_padding: int,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """A cache of these requests and their table, ``width`` columns: used tokens written, all else poison or garbage."""
+    counts = [-(-max(length, 0) // layout.page_size) for length in seq_lens]
     pool = sum(counts) + 3
     shape = layout.shape(pool)
     row = layout.row_elements * layout.page_rows
-    stride = row + case.page_padding // layout.torch_dtype.itemsize
+    stride = row + page_padding // layout.torch_dtype.itemsize
     whole = torch.empty(pool * stride, dtype=layout.torch_dtype)
     cache = torch.as_strided(whole, shape, (stride, layout.row_elements, 1))
     poison(whole, layout)
     order = torch.randperm(pool, generator=generator).tolist()
     table = torch.randint(-(2**31), 2**31 - 1, (len(counts), width + 2), generator=generator).int()
-    for b, (count, length) in enumerate(zip(counts, case.seq_lens, strict=True)):
+    for b, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
         pages, order = order[:count], order[count:]
         table[b, :count] = torch.tensor(pages, dtype=torch.int32)
-        keys = random_values((max(length, 0), 128), case.data, generator)
-        if case.data == "special" and length > 5 * BLOCK_TOKENS:
+        keys = random_values((max(length, 0), 128), data, generator)
+        if data == "special" and length > 5 * BLOCK_TOKENS:
             keys[BLOCK_TOKENS : 2 * BLOCK_TOKENS] = float("nan")
-        if case.data == "integer" and length > 4 * BLOCK_TOKENS:  # blocks 1 and 3 tie in every query
+        if data == "integer" and length > 4 * BLOCK_TOKENS:  # blocks 1 and 3 tie in every query
             keys[3 * BLOCK_TOKENS : 4 * BLOCK_TOKENS] = keys[BLOCK_TOKENS : 2 * BLOCK_TOKENS]
-        page = torch.tensor(pages, dtype=torch.int64).repeat_interleave(case.page_size)[: len(keys)]
-        if case.data == "integer" and case.query_len > 1:  # keys that only later queries see stand out
-            keys[length - case.query_len + 1 :] *= 3
-        slots = page * case.page_size + torch.arange(len(keys)) % case.page_size
+        if data == "integer" and query_lens[b] > 1:  # keys that only later queries see stand out
+            keys[max(length - query_lens[b] + 1, 0) :] *= 3
+        page = torch.tensor(pages, dtype=torch.int64).repeat_interleave(layout.page_size)[: len(keys)]
+        slots = page * layout.page_size + torch.arange(len(keys)) % layout.page_size
         insert_reference(layout, cache, keys.bfloat16(), slots)
-        if length % case.page_size and length > 0:
-            poison_rows(layout, cache[pages[-1]], torch.arange(length % case.page_size, case.page_size), generator)
-    tokens = len(counts) * case.query_len
+        if length % layout.page_size and length > 0:
+            poison_rows(layout, cache[pages[-1]], torch.arange(length % layout.page_size, layout.page_size), generator)
+    return cache, table[:, :width]
+
+
+def build(case: DecodeCase) -> DecodeBatch:
+    """Tensors of ``case`` on the CPU: used tokens written, all else poisoned, table tails garbage."""
+    generator = torch.Generator().manual_seed(case.seed)
+    layout = case.layout()
+    width = case.options()["max_seq_len"] // case.page_size  # type: ignore[operator]
+    query_lens = [case.query_len] * len(case.seq_lens)
+    cache, table = build_cache(
+        layout, query_lens, case.seq_lens, width, case.data, case.page_padding, generator
+    )  # fmt: skip
+    tokens = len(query_lens) * case.query_len
     q = random_values((tokens, case.num_heads, 128), "integer" if case.data == "integer" else "normal", generator)
-    out, storage = sentinel_output(case, tokens)
+    out, storage = sentinel_output(tokens, case.num_heads, case.topk, case.out_layout)
     lens = torch.tensor(case.seq_lens, dtype=torch.int32)
-    return DecodeBatch(cache, q.to(layout.query_dtype), table[:, :width], lens, out, storage)
+    return DecodeBatch(cache, q.to(layout.query_dtype), table, lens, out, storage)
 
 
-def sentinel_output(case: DecodeCase, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sentinel_output(tokens: int, num_heads: int, topk: int, out_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """An output view with gaps after every row, in a storage of sentinels."""
-    outer, inner = (tokens, case.num_heads) if case.out_layout == "thk" else (case.num_heads, tokens)
-    storage = torch.full(((outer + 2) * (inner + 1) * (case.topk + 3),), SENTINEL, dtype=torch.int32)
-    row = case.topk + 3
-    return torch.as_strided(storage, (outer, inner, case.topk), ((inner + 1) * row, row, 1), (inner + 1) * row), storage
+    outer, inner = (tokens, num_heads) if out_layout == "thk" else (num_heads, tokens)
+    row = topk + 3
+    storage = torch.full(((outer + 2) * (inner + 1) * row,), SENTINEL, dtype=torch.int32)
+    return torch.as_strided(storage, (outer, inner, topk), ((inner + 1) * row, row, 1), (inner + 1) * row), storage
 
 
 def expect(holds: bool, message: str) -> None:
