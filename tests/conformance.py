@@ -22,6 +22,11 @@ CONFORMANCE = [
                page_size=256 if order == "local_last" else 128, rounding=rounding, data="integer")
     for dtype, rounding in CACHES for columns, (heads, queries) in SHAPES.items() for order in ORDERS
 ] + [
+    # queries that see different blocks of short requests: the mask matters inside the scorer's loop
+    DecodeCase(f"{dtype}-{rounding}-q8", dtype, (2500, 1, 7, 641, 135, 0), page_size=256, query_len=8, rounding=rounding,
+               data="integer")
+    for dtype, rounding in CACHES
+] + [
     # a row of two splits: both capacities of select and merge
     DecodeCase(f"splits-k{topk}-{order}", "e4m3fn", (2050 * 128 - 5, 2304, 700), topk=topk, order=order, data="integer")
     for topk in (16, 40) for order in ORDERS
@@ -40,9 +45,11 @@ PREFILLS = [
 SELECTIONS = [
     DecodeCase(f"selection-k{topk}-{order}", "e4m3fn", lens, topk=topk, order=order, local_blocks=local, init_blocks=init)
     for topk, order, local, init, lens in (
-        (12, "score", 1, 0, (20_000 * 128 - 5, 2304, 4097 * 128 - 1)),
+        (16, "score", 1, 0, (20_000 * 128 - 5, 2304, 4097 * 128 - 1, 2200 * 128)),
         (12, "ascending", 2, 1, (2050 * 128 - 5, 700, 2304, 0, 3000 * 128)),
-        (40, "score", 0, 0, (2048 * 128, 2049 * 128 - 77, 2304)),
+        (16, "local_last", 1, 0, (2300 * 128 - 1, 2304, 17 * 128, 641, 2100 * 128 + 1)),
+        (3, "score", 0, 0, (2500, 2304, 130, 2060 * 128, 5000 * 128)),
+        (64, "score", 0, 0, (2048 * 128, 2049 * 128 - 77, 9000 * 128)),
         (40, "local_last", 1, 0, (4100 * 128 - 9, 2304, 700)),
     )
 ]  # fmt: skip
@@ -53,7 +60,8 @@ def check_plan(indexer: Indexer) -> None:
     lens = [40_000, 0, 129, -5, 2304, 1 << 30, 70_001]
     width, bpp, units = 640, indexer.config.layout.blocks_per_page, indexer._engine.decodes[0].units[0]
     table = torch.arange(len(lens) * width, dtype=torch.int32).reshape(len(lens), width).flip(1)
-    indexer.plan_decode(table, torch.tensor(lens, dtype=torch.int32), query_len=1)
+    device = indexer.device
+    indexer.plan_decode(table.to(device), torch.tensor(lens, dtype=torch.int32, device=device), query_len=1)
     buffers = indexer._engine.buffers[0]
     wanted, starts = [], []
     for request, length in enumerate(lens):

@@ -136,6 +136,15 @@ class IrExecutor(Executor):
                 patch.setattr(f"{module}.describe", lambda *_: device)
             yield
 
+    def indexer(self, layout: blockpick.CacheLayout, **options: Any) -> blockpick.Indexer:
+        """Scratch that no plan fills holds garbage, as fresh device memory does; random orders start from one seed."""
+        indexer = super().indexer(layout, **options)
+        standin().seed = 1
+        for slot in indexer._engine.buffers:
+            slot["scores"].fill_(3e38)
+            slot["partial"].fill_(-1)
+        return indexer
+
     def bound_inserts(self) -> threading.local:
         return super().bound_inserts() if standin().rewrite is None else threading.local()
 
@@ -155,9 +164,10 @@ def filtered(languages: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def ir_executor(arch: str, order: str, counted: bool = False) -> IrExecutor:
+def ir_executor(arch: str, order: str, counted: bool = False, compute_units: int = 2) -> IrExecutor:
     """The executor of one AMD architecture's binaries in one wave order."""
-    return IrExecutor(f"{arch}-ir-{order}", "aot", arch, "cpu", order=order, counted=counted)
+    name = f"{arch}-ir-{order}"
+    return IrExecutor(name, "aot", arch, "cpu", order=order, counted=counted, compute_units=compute_units)
 
 
 def interpreted(arch: str) -> Executor:

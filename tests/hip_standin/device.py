@@ -78,7 +78,7 @@ class Standin:
         self.order, self.seed = "lockstep", 0
         self.turn_limit = 1_000_000
         self.rewrite: Callable[[str], str] | None = None
-        self.trap: Trap | None = None
+        self.trap: Exception | None = None
         self._ir_folder = ir_folder
         self._modules: dict[int, Module] = {}
         self._functions: dict[int, Program] = {}
@@ -123,8 +123,13 @@ class Standin:
         found = self._modules[module]
         if f"@{name.decode()}(" not in found.text:
             return NOT_FOUND
+        try:
+            program = program_of(found.text, name.decode(), found.arch)
+        except Trap as trap:  # the text holds what the interpreter does not know
+            self.trap = trap
+            return NOT_FOUND
         result[0] = self._new_id()
-        self._functions[self._last_id] = program_of(found.text, name.decode(), found.arch)
+        self._functions[self._last_id] = program
         return SUCCESS
 
     def _launch_begin(
@@ -148,10 +153,13 @@ class Standin:
         self.seed += 1
         yield
         turns = launch(program, self.ranges(), values, grid, threads, shared, order, seed)
-        for _ in zip(range(self.turn_limit), turns, strict=False):
-            yield
-        if next(turns, self) is None:
-            raise Trap(f"{program.function.name} did not end within {self.turn_limit} turns")
+        try:
+            for _ in zip(range(self.turn_limit), turns, strict=False):
+                yield
+            if next(turns, self) is None:
+                raise Trap(f"did not end within {self.turn_limit} turns")
+        except Trap as trap:
+            raise Trap(f"{program.function.name}, order {order}, seed {seed}: {trap}") from None
 
     def _launch_step(self, number: int) -> int:
         running = self._launches[number]
@@ -164,7 +172,7 @@ class Standin:
         except Trap as trap:
             self.trap = trap
         except Exception as error:  # an exception must not cross the library: it reads as "not finished"
-            self.trap = Trap(f"the interpreter failed: {error!r}")
+            self.trap = error
         else:
             return RUNNING
         del self._launches[number]

@@ -67,18 +67,11 @@ def edits(pattern: re.Pattern[str], change: Callable[[re.Match[str]], str]) -> C
     return plant
 
 
-def wrong_lanes(text: str) -> Planted:
-    """A cross-lane move from other lanes, or an LDS address with another swizzle."""
-    other = {"177": "78", "78": "177", "27": "177", "296": "292", "321": "320"}
-    yield from edits(DPP, lambda m: m[1] + other[m[2]] + m[3])(text)
-    yield from edits(BPERMUTE, lambda m: f"{m[1]}{m[2]}4")(text)
-    yield from edits(XOR, lambda m: m[1] + str(int(m[2]) * 2))(text)
-    yield from edits(LDS_STEP, lambda m: m[1] + str(int(m[2]) + 16))(text)
+OTHER_LANES = {"177": "78", "78": "177", "27": "177", "296": "292", "321": "320"}
 
 
-def wrong_step(text: str) -> Planted:
-    """A matrix step that forgets what was summed before, or multiplies one operand twice."""
-    yield from edits(MFMA, lambda m: f"{m[1]}{m[4]}{m[5]}zeroinitializer{m[7]}")(text)
+def twice(text: str) -> Planted:
+    """A matrix step that takes another step's operand."""
     operands = [match[4] for match in MFMA.finditer(text)]
     yield from edits(MFMA, lambda m: f"{m[1]}{next((o for o in operands if o != m[4]), m[4])}{m[5]}{m[6]}{m[7]}")(text)
 
@@ -158,8 +151,12 @@ def depends_on_load(text: str, register: str) -> bool:
 PLANTERS: dict[str, Callable[[str], Planted]] = {
     "barriers removed": without(BARRIER),
     "wait removed": without(WAIT),
-    "wrong lanes": wrong_lanes,
-    "wrong matrix step": wrong_step,
+    "moved from another lane": edits(DPP, lambda m: m[1] + OTHER_LANES[m[2]] + m[3]),
+    "permuted by a fixed lane": edits(BPERMUTE, lambda m: f"{m[1]}{m[2]}4"),
+    "swizzle altered": edits(XOR, lambda m: m[1] + str(int(m[2]) * 2)),
+    "LDS address moved": edits(LDS_STEP, lambda m: m[1] + str(int(m[2]) + 16)),
+    "matrix sum dropped": edits(MFMA, lambda m: f"{m[1]}{m[4]}{m[5]}{NONE}{m[7]}"),
+    "matrix operand twice": twice,
     "output short": short_output,
     "token mask dropped": all_at_once(NAN_MASK, lambda m: m[0].replace(m[2], "false" if m[1] == "i1" else NONE, 1)),
     "zero mask dropped": all_at_once(ZERO_MASK, lambda m: f"select i1 true, i64 {m[1]}, i64 0"),
