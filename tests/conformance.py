@@ -33,7 +33,7 @@ CONFORMANCE = [
 ]  # fmt: skip
 
 # (queries, prefix): one block, many tiles' worth of keys, no query at all, a first query in an older block than the last
-REQUESTS = ((5, 0), (9, 2400), (0, 500), (1, 2303), (4, 2428))
+REQUESTS = ((5, 0), (9, 2400), (0, 500), (1, 2303), (4, 2430))
 PREFILLS = [
     PrefillCase(f"prefill-{dtype}-{rounding}-{order}", dtype, REQUESTS, num_heads=heads, order=order, local_blocks=local,
                 page_size=page, rounding=rounding, padding=3, data="integer")

@@ -208,7 +208,7 @@ def reference_indexer(**options):
         ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ValueError, "seq_lens: must have 2 entries"),
         ({"num_tokens": 9}, ValueError, "num_tokens.*max_prefill_tokens=8"),
         ({"num_tokens": 0}, ValueError, "num_tokens"),
-        ({"num_tokens": 2.0}, TypeError, "num_tokens"),
+        ({"num_tokens": 2.0}, ValueError, "num_tokens"),
         ({"max_seq_len": 513}, ValueError, "max_seq_len.*512"),
         ({"slot": 1}, ValueError, "slot.*slots=1"),
         ({"block_table": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, "block_table: must have 1..4 columns"),
