@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from blockpick import Indexer
 from blockpick.testing.cases import SENTINEL, DecodeBatch, DecodeCase, expect, sentinel_output
-from blockpick.testing.prefill_cases import PrefillCase
+from blockpick.testing.prefill_cases import PrefillCase, build_prefill
 from blockpick.testing.reference import select_blocks
 
 CACHES = [("bf16", None), ("e4m3fn", None), ("nvfp4", "exact"), ("nvfp4", "e4m3")]
@@ -78,6 +80,39 @@ def check_plan(indexer: Indexer) -> None:
     expect(buffers["unit_request"][:units].tolist() == first, "unit_request")
 
 
+def check_prefill_plan(machine: Any, case: PrefillCase) -> None:
+    """A prefill plan's positions and work items, against the definition: every (query, block) pair that needs a score
+    lies in exactly one item, pieces are whole groups of four blocks, and nothing but the plan is written.
+    """
+    indexer = machine.indexer(case.layout(), **case.options())
+    batch = build_prefill(case).to(machine.device)
+    slot, num_tokens = indexer._engine.buffers[0], case.num_tokens
+    for name in ("prefill_positions", "spans", "prefill_header"):
+        slot[name].fill_(SENTINEL)
+    plan = indexer.plan_prefill(batch.cu_seqlens_q, batch.seq_lens, batch.block_table, num_tokens=num_tokens)
+    expect(slot["prefill_header"][1:3].tolist() == [num_tokens, 0], "header")
+    positions = [prefix + i for query_len, prefix in case.requests for i in range(query_len)] + [-2] * case.padding
+    expect(slot["prefill_positions"][:num_tokens].tolist() == positions, "positions")
+    expect(bool((slot["prefill_positions"][num_tokens:] == SENTINEL).all()), "positions beyond the batch")
+    entries = (len(case.requests) + 1) * 4
+    spans = slot["spans"].reshape(-1)[: plan.num_passes * entries].view(plan.num_passes, -1, 4).tolist()
+    expect(bool((slot["spans"].reshape(-1)[plan.num_passes * entries :] == SENTINEL).all()), "spans beyond the batch")
+    tile = indexer._engine.prefill_kernels.tile_tokens(case.num_heads)
+    for index, (*requests, (items, piece, *_)) in enumerate(spans):
+        start, stop = index * plan.pass_tokens, min((index + 1) * plan.pass_tokens, num_tokens)
+        expect(piece >= 8 and piece % 4 == 0, f"pass {index}: pieces of {piece} blocks")
+        item = begin = 0
+        for (query_len, prefix), span in zip(case.requests, requests, strict=True):
+            first, last = (min(max(token, start), stop) for token in (begin, begin + query_len))
+            begin += query_len
+            visible = (prefix + query_len - (begin - last) + 127) // 128
+            needed = last > first and visible > indexer.config.unscored_blocks
+            tiles = -(-(last - first) // tile) if needed else 0
+            expect(span == [item, tiles, first, last - first], f"pass {index}: span {span} at item {item}")
+            item += tiles * -(-visible // piece)
+        expect(items == item, f"pass {index}: {items} items, wanted {item}")
+
+
 def check_other_shape(indexer: Indexer, batch: DecodeBatch, query_len: int) -> None:
     """What a graph replay does after a wrong plan: the old launch over the new plan reads nothing and emits pads."""
     heads, topk = indexer.config.num_heads, indexer.config.topk
@@ -106,6 +141,13 @@ def check_selection(case: DecodeCase, indexer: Indexer) -> None:
     values = torch.randint(-40, 41, scores.shape, generator=generator).float()
     values[0] = torch.randn(values[0].shape, generator=generator)
     values[torch.rand(scores.shape, generator=generator) < 0.02] = float("nan")
+    split = engine.decode_kernels.selection.split_blocks
+    best = values[1:, 0, 0] == 40
+    spread = sum(
+        len({int(block) // split for block in torch.nonzero(row[: max(length, 0) // 128])})
+        for row, length in zip(best, case.seq_lens[1:], strict=True)
+    )
+    expect(spread > len(case.seq_lens) - 1, f"{case}: no tie for the best score across the programs of a row")
     scores.copy_(values)
     out, storage = sentinel_output(requests, case.num_heads, case.topk, case.out_layout)
     _, _, select, merge = engine.decodes[0].launches[0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance import CACHES, PREFILLS, REQUESTS
+from conformance import CACHES, PREFILLS, REQUESTS, check_prefill_plan
 
 from blockpick import CacheLayout, Indexer
 from blockpick.errors import StalePlanError, UnsupportedConfigError
@@ -18,6 +18,13 @@ from blockpick.testing.prefill_cases import PrefillCase, build_prefill, run_pref
 @pytest.mark.parametrize("case", PREFILLS, ids=lambda c: c.name)
 def test_conformance_of_every_target(any_executor, case):
     run_prefill_case(case, any_executor.indexer, any_executor.device)
+
+
+@pytest.mark.parametrize("order,workspace_bytes", [("local_last", 1 << 26), ("score", 128 * 32 * 4)])
+def test_plan_of_every_target(any_executor, order, workspace_bytes):
+    """In one pass without the requests that need no scores; in many passes."""
+    case = PrefillCase("plan", "bf16", ((300, 1140), (0, 5), (2, 2300), (3, 126)), topk=3, padding=5, order=order)
+    check_prefill_plan(any_executor, replace(case, workspace_bytes=workspace_bytes))
 
 
 NUMERIC = [

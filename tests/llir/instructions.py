@@ -58,7 +58,7 @@ INTEGER: dict[str, Callable[[Array, Array, Type], Array]] = {
     "srem": lambda a, b, t: wrap(divided(a, b, t)[1].view(np.uint64), t),
 }
 FLOATING: dict[str, Callable[[Array, Array], Array]] = {
-    "fadd": np.add, "fsub": np.subtract, "fmul": np.multiply, "fdiv": np.divide, "frem": np.fmod,
+    "fadd": np.add, "fsub": np.subtract, "fmul": np.multiply, "fdiv": np.divide,
 }  # fmt: skip
 
 
@@ -133,13 +133,9 @@ def like(condition: Array, value: Array) -> Array:
 # ---- conversions
 
 
-@builder("trunc", "zext", "sext", "ptrtoint", "inttoptr", "addrspacecast")
+@builder("trunc", "zext", "sext")
 def convert_integer(instruction: Instruction) -> Operation:
     source, target = instruction.operands[0].type.element, instruction.type.element
-    if instruction.opcode == "addrspacecast" and {source.size, target.size} & set(NARROW_SPACES):
-        raise Trap(f"address of LDS or scratch as a flat pointer in `{instruction.text}`")
-    if target.kind == "ptr":
-        return lambda m, a: a.astype(np.uint64)
     if instruction.opcode == "sext":
         return lambda m, a: wrap(signed(a, source).astype(SIGNED[target.storage_bits]), target)
     return lambda m, a: wrap(a, target) if target.bits < 64 or a.dtype != np.uint64 else a
@@ -236,12 +232,6 @@ def extract_value(instruction: Instruction) -> Operation:
     return lambda m, a: a[index]
 
 
-@builder("insertvalue")
-def insert_value(instruction: Instruction) -> Operation:
-    index = instruction.detail
-    return lambda m, a, value: [*a[:index], value, *a[index + 1 :]]
-
-
 # ---- memory
 
 
@@ -329,8 +319,6 @@ UPDATES: dict[str, Callable[[Array, Array, Type], Array]] = {
     "umax": lambda old, x, t: np.maximum(old, x),
     "umin": lambda old, x, t: np.minimum(old, x),
     "fadd": lambda old, x, t: from_float(to_float(old, t) + to_float(x, t), t),
-    "fmax": lambda old, x, t: from_float(np.fmax(to_float(old, t), to_float(x, t)), t),
-    "fmin": lambda old, x, t: from_float(np.fmin(to_float(old, t), to_float(x, t)), t),
 }
 
 

@@ -56,16 +56,9 @@ def kind_of(instruction: Instruction) -> Type:
     return instruction.type.element
 
 
-@intrinsic("assume", "lifetime.start", "lifetime.end", "experimental.noalias.scope.decl", "amdgcn.sched.barrier",
-           "amdgcn.sched.group.barrier", "amdgcn.iglp.opt", "amdgcn.s.setprio", "amdgcn.s.nop",
-           "amdgcn.wave.barrier")  # fmt: skip
+@intrinsic("assume", "amdgcn.sched.barrier", "amdgcn.s.setprio", "amdgcn.wave.barrier")
 def nothing(m: Machine, *operands: Array) -> None:
     """Hints for the compiler and the scheduler; a wave's lanes are always together between two of its instructions."""
-
-
-@intrinsic("amdgcn.s.sleep")
-def sleep(m: Machine, amount: Array) -> None:
-    m.pause()
 
 
 # ---- identity
@@ -74,11 +67,6 @@ def sleep(m: Machine, amount: Array) -> None:
 @intrinsic("amdgcn.workitem.id.x")
 def workitem(m: Machine) -> Array:
     return m.thread
-
-
-@intrinsic("amdgcn.workitem.id.y", "amdgcn.workitem.id.z")
-def workitem_flat(m: Machine) -> Array:
-    return np.zeros(1, np.uint32)
 
 
 for axis, letter in enumerate("xyz"):
@@ -399,20 +387,12 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 FLOAT_FUNCTIONS: dict[str, Callable[..., Array]] = {
-    "fabs": np.abs, "sqrt": np.sqrt, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "rint": np.rint,
-    "nearbyint": np.rint, "roundeven": np.rint, "exp2": np.exp2, "log2": np.log2, "exp": np.exp, "log": np.log,
-    "copysign": np.copysign, "maxnum": np.fmax, "minnum": np.fmin, "maximumnum": np.fmax, "minimumnum": np.fmin,
-    "maximum": np.maximum, "minimum": np.minimum, "fma": fused, "amdgcn.exp2": np.exp2, "amdgcn.log": np.log2,
+    "fabs": np.abs, "sqrt": np.sqrt, "floor": np.floor, "rint": np.rint, "exp2": np.exp2,
+    "log2": np.log2, "maxnum": np.fmax, "minnum": np.fmin,
+    "maximum": np.maximum, "minimum": np.minimum, "fma": fused, "amdgcn.exp2": np.exp2,
     "amdgcn.rcp": lambda x: np.divide(x.dtype.type(1), x), "amdgcn.sqrt": np.sqrt,
-    "amdgcn.rsq": lambda x: np.divide(x.dtype.type(1), np.sqrt(x)),
 }  # fmt: skip
 TABLE.update({name: by_element(compute) for name, compute in FLOAT_FUNCTIONS.items()})
-
-
-@factory("fmuladd")
-def multiply_add(instruction: Instruction, arch: str) -> Operation:
-    """The target may fuse or not; AMD's does."""
-    return by_element(fused)(instruction, arch)
 
 
 @factory("ldexp")

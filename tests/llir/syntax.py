@@ -279,44 +279,12 @@ def float_constant(token: str, kind: Type) -> Array:
 # ---- instructions
 
 BINARY = frozenset(
-    [
-        "add",
-        "sub",
-        "mul",
-        "and",
-        "or",
-        "xor",
-        "shl",
-        "lshr",
-        "ashr",
-        "udiv",
-        "sdiv",
-        "urem",
-        "srem",
-        "fadd",
-        "fsub",
-        "fmul",
-        "fdiv",
-        "frem",
-    ]
-)
+    ["add", "sub", "mul", "and", "or", "xor", "shl", "lshr", "ashr", "udiv", "sdiv", "urem", "srem", "fadd", "fsub",
+     "fmul", "fdiv"]
+)  # fmt: skip
 CASTS = frozenset(
-    [
-        "trunc",
-        "zext",
-        "sext",
-        "fptrunc",
-        "fpext",
-        "fptoui",
-        "fptosi",
-        "uitofp",
-        "sitofp",
-        "ptrtoint",
-        "inttoptr",
-        "bitcast",
-        "addrspacecast",
-    ]
-)
+    ["trunc", "zext", "sext", "fptrunc", "fpext", "fptoui", "fptosi", "uitofp", "sitofp", "bitcast"]
+)  # fmt: skip
 VOID = Type("void")
 
 
@@ -472,14 +440,6 @@ def parse_extractvalue(reader: Reader) -> Parts:
     reader.expect(",")
     index = int(reader.take())
     return operand.type.elements[index if operand.type.kind == "struct" else 0], (operand,), index
-
-
-def parse_insertvalue(reader: Reader) -> Parts:
-    aggregate = reader.typed()
-    reader.expect(",")
-    element = reader.typed()
-    reader.expect(",")
-    return aggregate.type, (aggregate, element), int(reader.take())
 
 
 def parse_getelementptr(reader: Reader) -> Parts:

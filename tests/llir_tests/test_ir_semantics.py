@@ -293,6 +293,30 @@ def test_float_conversions() -> None:
     assert same_floats(bfloat, (codes.astype(np.uint32) << 16).view(np.float32))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "call void @llvm.assume(i1 true)",
+        "call void @llvm.amdgcn.sched.barrier(i32 0)",
+        "call void @llvm.amdgcn.s.setprio(i16 3)",
+        "call void @llvm.amdgcn.wave.barrier()",
+    ],
+)
+def test_hints_change_nothing(line: str) -> None:
+    """LLVM language reference, llvm.assume; AMDGPUUsage: scheduling only."""
+    got = lanes(f"  {line}\n  %r = add i32 %a, 1\n  {line}", [("i32", np.arange(64))])
+    assert got.tolist() == list(range(1, 65))
+
+
+def test_freeze_keeps_what_is_not_poison() -> None:
+    """LLVM language reference: freeze is a no-op on anything but undef and poison; vectors element by element."""
+    body = "  %r = freeze i32 %a\n  %s = freeze <2 x half> %b"
+    words, halves = np.arange(64) * 77, np.arange(128).astype(np.float16).reshape(64, 2)
+    got, pairs = lanes(body, [("i32", words), ("<2 x half>", halves)], ("i32", "<2 x half>"))
+    assert got.tolist() == words.tolist()
+    assert pairs.tolist() == halves.tolist()
+
+
 def test_vectors() -> None:
     """select with a vector condition, shufflevector (poison lanes open), insert and extract at a variable index."""
     body = """

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance import CONFORMANCE, SELECTIONS, check_other_shape, check_plan, check_selection
+from conformance import (
+    CONFORMANCE,
+    SELECTIONS,
+    check_other_shape,
+    check_plan,
+    check_prefill_plan,
+    check_selection,
+)
 from executors import GPU, IR_ARCHS, ir_executor, standin
 from llir import Program, Trap
 from llir.mutations import Mutant, mutants
@@ -20,6 +27,7 @@ from support import ROOT
 from blockpick import CacheLayout
 from blockpick.manifest import installed_packages
 from blockpick.testing.cases import build, check_batch
+from blockpick.testing.prefill_cases import PrefillCase, run_prefill_case
 
 pytestmark = pytest.mark.skipif(GPU, reason="executed on machines without a GPU")
 
@@ -54,6 +62,31 @@ def plans(machine: Any) -> None:
         check_plan(sized.indexer(CacheLayout("bf16", page_size), max_requests=7, max_seq_len=640 * page_size))
 
 
+def prefills(dtype: str, rounding: str | None = None) -> Check:
+    """Four requests of few blocks, more than topk: two pieces of keys, partial tiles, padding, all emission orders."""
+    requests = ((5, 1140), (2, 130), (0, 3), (3, 126))
+    cases = [
+        PrefillCase(f"{dtype}-{order}", dtype, requests, num_heads=2, topk=3, order=order, page_size=page, rounding=rounding,
+                    padding=2, data="integer", local_blocks=local)
+        for order, page, local in (("score", 256, 0), ("local_last", 128, 1))
+    ]  # fmt: skip
+
+    def check(machine: Any) -> None:
+        for case in cases:
+            run_prefill_case(case, machine.indexer, "cpu")
+
+    return check
+
+
+def prefill_plans(machine: Any) -> None:
+    """Batches of several positions programs, several passes, and requests that need no scores."""
+    for options in ({"order": "local_last"}, {"order": "score", "workspace_bytes": 64 * 32 * 4}):
+        case = PrefillCase("plan", "bf16", ((300, 1140), (0, 5), (2, 2300), (3, 126)), topk=3, padding=5)
+        case = replace(case, **options)
+        for compute_units in (2, 304):
+            check_prefill_plan(replace(machine, compute_units=compute_units), case)
+
+
 SCORER = {
     "barriers removed", "moved from another lane", "swizzle altered", "LDS address moved", "matrix sum dropped",
     "matrix operand twice", "output short", "store unguarded", "token mask dropped", "zero mask dropped",
@@ -68,6 +101,10 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
     "decode_score__{arch}__e4m3fn_r128_c16": (decodes("e4m3fn-None-c16-score"), SCORER),
     "decode_score__{arch}__nvfp4_exact_r128_c16": (decodes("nvfp4-exact-c16-score"), SCORER),
     "decode_score__{arch}__nvfp4_e4m3_r128_c32": (decodes("nvfp4-e4m3-c32-score"), SCORER),
+    "prefill_plan__{arch}": (prefill_plans, STORES | {"moved from another lane", "barriers removed"}),
+    "prefill_score__{arch}__bf16_r128": (prefills("bf16"), SCORER),
+    "prefill_score__{arch}__e4m3fn_r128": (prefills("e4m3fn"), SCORER),
+    "prefill_score__{arch}__nvfp4_exact_r128": (prefills("nvfp4", "exact"), SCORER),
     "select_blocks__{arch}__k16": (selects, SORT | {"barriers removed", "LDS address moved"}),
     "merge_splits__{arch}__k16": (selects, SORT | PERMUTED),  # one wave: no barrier
     "insert__{arch}__bf16": (lambda machine: check_insert(machine, "bf16"), STORES),

@@ -2,7 +2,7 @@
 """Every compiled AMD binary, executed at LLVM-IR level through the ROCm loader, in both wave orders.
 
 These runs are the ones that make a variant count as executed: at least three requests, more than topk blocks, a partial
-last block, and a tie between blocks that different programs scored.
+last block, and a tie between blocks that different programs scored (of the ops that score or select; inserting knows no ties).
 """
 
 from __future__ import annotations
@@ -63,7 +63,24 @@ def test_selection_variants(machine: Any, case: DecodeCase) -> None:
 def test_prefill_variants(machine: Any, cache: tuple[str, str | None]) -> None:
     """One case of every cache in each wave order."""
     score, local_last = [case for case in PREFILLS if (case.dtype, case.rounding) == cache]
-    run_prefill_case(score if machine.order == "lockstep" else local_last, machine.indexer, "cpu")
+    indexer = run_prefill_case(score if machine.order == "lockstep" else local_last, machine.indexer, "cpu")
+    assert prefill_ties_across_programs(indexer) > 0
+
+
+def prefill_ties_across_programs(indexer: Any) -> int:
+    """Pairs of one row's blocks with equal scores that different workgroups of the prefill scorer computed."""
+    engine, plan = indexer._engine, indexer._prefill_plans[0]
+    slot, pick = engine.buffers[0], engine.prefills[0]
+    spans = slot["spans"].reshape(-1)[: (plan.num_requests + 1) * 4].view(-1, 4).tolist()
+    scores, (_, piece, *_) = indexer.prefill_scores(plan), spans.pop()
+    pairs = 0
+    for item, tiles, token, _ in spans:
+        if tiles:
+            count = int(slot["prefill_positions"][token]) // 128 + 1
+            row, blocks = scores[token, 0, :count], torch.arange(count)
+            program = (item + blocks // piece * tiles) % pick._units  # of the request's first tile
+            pairs += int(((row[:, None] == row) & (program[:, None] != program)).sum()) // 2
+    return pairs
 
 
 def check_insert(machine: Any, dtype: str) -> None:
