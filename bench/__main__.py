@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python bench [--json FILE] [--filter TEXT]``: measured rows of decode, insert, host cost, on this machine's GPU."""
+"""``python bench [--json FILE] [--filter TEXT]``: measured rows of decode, prefill, insert, host cost, on this GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from measure import ceilings
+from prefill_rows import prefill_rows
 from rows import decode_rows, host_rows, insert_rows
 
 import blockpick
@@ -47,7 +48,7 @@ def main() -> int:
     for key, value in head.items():
         print(f"# {key}: {value}")
     rows = []
-    for generate in (decode_rows, insert_rows, host_rows):
+    for generate in (decode_rows, prefill_rows, insert_rows, host_rows):
         for row in generate(cases, args.filter, head["ceilings"]):
             rows.append(row)
             print(row["line"], flush=True)

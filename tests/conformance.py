@@ -37,11 +37,15 @@ CONFORMANCE = [
 # (queries, prefix): one block, many tiles' worth of keys, no query at all, a first query in an older block than the last
 REQUESTS = ((5, 0), (9, 2400), (0, 500), (1, 2303), (4, 2430))
 PREFILLS = [
-    PrefillCase(f"prefill-{dtype}-{rounding}-{order}", dtype, REQUESTS, num_heads=heads, order=order, local_blocks=local,
-                page_size=page, rounding=rounding, padding=3, data="integer")
+    PrefillCase(f"prefill-{dtype}-{rounding}-{numerics}-{order}", dtype, REQUESTS, num_heads=heads, order=order,
+                local_blocks=local, page_size=page, rounding=rounding, numerics=numerics, padding=3, data="integer")
     for dtype, rounding in CACHES
+    for numerics in ((None, "strict") if dtype == "e4m3fn" or rounding == "e4m3" else (None,))  # the default, and both
     for order, heads, local, page in (("score", 2, 0, 256), ("local_last", 4, 1, 128))
 ]  # fmt: skip
+
+# more requests than one step of the plan's scan takes, some of them long, most without need of scores for topk 3
+MANY_REQUESTS = ((300, 1140), (0, 5), (2, 2300), (3, 126), *[(2, 200)] * 290, (70, 1000))
 
 # rows of one, two and three splits of 2048 blocks: what only selection and merge see, on scores given by the test
 SELECTIONS = [
@@ -82,7 +86,8 @@ def check_plan(indexer: Indexer) -> None:
 
 def check_prefill_plan(machine: Any, case: PrefillCase) -> None:
     """A prefill plan's positions and work items, against the definition: every (query, block) pair that needs a score
-    lies in exactly one item, pieces are whole groups of four blocks, and nothing but the plan is written.
+    lies in exactly one item, pieces are whole groups of four blocks that give every unit its share, and nothing but
+    the plan is written.
     """
     indexer = machine.indexer(case.layout(), **case.options())
     batch = build_prefill(case).to(machine.device)
@@ -97,11 +102,11 @@ def check_prefill_plan(machine: Any, case: PrefillCase) -> None:
     entries = (len(case.requests) + 1) * 4
     spans = slot["spans"].reshape(-1)[: plan.num_passes * entries].view(plan.num_passes, -1, 4).tolist()
     expect(bool((slot["spans"].reshape(-1)[plan.num_passes * entries :] == SENTINEL).all()), "spans beyond the batch")
-    tile = indexer._engine.prefill_kernels.tile_tokens(case.num_heads)
+    kernels = indexer._engine.prefill_kernels
+    tile, launch = kernels.tile_tokens(case.num_heads), kernels.plan.variant.launch
     for index, (*requests, (items, piece, *_)) in enumerate(spans):
         start, stop = index * plan.pass_tokens, min((index + 1) * plan.pass_tokens, num_tokens)
-        expect(piece >= 8 and piece % 4 == 0, f"pass {index}: pieces of {piece} blocks")
-        item = begin = 0
+        item = begin = total = 0
         for (query_len, prefix), span in zip(case.requests, requests, strict=True):
             first, last = (min(max(token, start), stop) for token in (begin, begin + query_len))
             begin += query_len
@@ -110,7 +115,10 @@ def check_prefill_plan(machine: Any, case: PrefillCase) -> None:
             tiles = -(-(last - first) // tile) if needed else 0
             expect(span == [item, tiles, first, last - first], f"pass {index}: span {span} at item {item}")
             item += tiles * -(-visible // piece)
+            total += tiles * visible
         expect(items == item, f"pass {index}: {items} items, wanted {item}")
+        share = max(total // (indexer._engine.prefills[0]._units * launch["pieces"]), launch["min_blocks"])
+        expect(piece == -(-share // 4) * 4, f"pass {index}: pieces of {piece} blocks, wanted {share} in whole groups")
 
 
 def check_other_shape(indexer: Indexer, batch: DecodeBatch, query_len: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance import CACHES, PREFILLS, REQUESTS, check_prefill_plan
+from conformance import CACHES, MANY_REQUESTS, PREFILLS, REQUESTS, check_prefill_plan
 
 from blockpick import CacheLayout, Indexer
 from blockpick.errors import StalePlanError, UnsupportedConfigError
@@ -23,13 +23,16 @@ def test_conformance_of_every_target(any_executor, case):
 @pytest.mark.parametrize("order,workspace_bytes", [("local_last", 1 << 26), ("score", 128 * 32 * 4)])
 def test_plan_of_every_target(any_executor, order, workspace_bytes):
     """In one pass without the requests that need no scores; in many passes."""
-    case = PrefillCase("plan", "bf16", ((300, 1140), (0, 5), (2, 2300), (3, 126)), topk=3, padding=5, order=order)
+    case = PrefillCase("plan", "e4m3fn", MANY_REQUESTS, topk=3, padding=5, order=order)
     check_prefill_plan(any_executor, replace(case, workspace_bytes=workspace_bytes))
 
 
 NUMERIC = [
-    PrefillCase(f"{dtype}-{rounding}-{data}", dtype, ((6, 1500), (3, 1)), num_heads=2, rounding=rounding, data=data)
-    for dtype, rounding in CACHES for data in ("normal", "special")
+    PrefillCase(f"{dtype}-{rounding}-{numerics}-{data}", dtype, ((6, 1500), (3, 1)), num_heads=2, rounding=rounding,
+                numerics=numerics, data=data)
+    for dtype, rounding, numerics in (*((*cache, None) for cache in CACHES), ("e4m3fn", None, "strict"),
+                                      ("nvfp4", "e4m3", "strict"))
+    for data in ("normal", "special")
 ]  # fmt: skip
 
 

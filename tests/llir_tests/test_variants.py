@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import CACHES, CONFORMANCE, PREFILLS, SELECTIONS, check_selection
+from conformance import CONFORMANCE, PREFILLS, SELECTIONS, check_selection
 from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
 
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, check_batch, poison
-from blockpick.testing.prefill_cases import run_prefill_case
+from blockpick.testing.prefill_cases import PrefillCase, run_prefill_case
 from blockpick.testing.reference import insert_reference
 
 pytestmark = pytest.mark.skipif(GPU, reason="executed on machines without a GPU")
@@ -59,10 +59,10 @@ def test_selection_variants(machine: Any, case: DecodeCase) -> None:
 
 
 @by_name
-@pytest.mark.parametrize("cache", CACHES, ids=lambda c: "-".join(map(str, c)))
-def test_prefill_variants(machine: Any, cache: tuple[str, str | None]) -> None:
-    """One case of every cache in each wave order."""
-    score, local_last = [case for case in PREFILLS if (case.dtype, case.rounding) == cache]
+@pytest.mark.parametrize("pair", zip(PREFILLS[::2], PREFILLS[1::2], strict=True), ids=lambda pair: pair[0].name)
+def test_prefill_variants(machine: Any, pair: tuple[PrefillCase, PrefillCase]) -> None:
+    """One case of every cache and arithmetic in each wave order."""
+    score, local_last = pair
     indexer = run_prefill_case(score if machine.order == "lockstep" else local_last, machine.indexer, "cpu")
     assert prefill_ties_across_programs(indexer) > 0
 

@@ -30,6 +30,7 @@ class Target:
     facts: Mapping[str, Any]
     defaults: Mapping[str, str]
     mma_instructions: tuple[str, ...]
+    fp8_instructions: tuple[str, ...]
     path: Path
 
     @classmethod
@@ -40,7 +41,7 @@ class Target:
             raise DefinitionError(f"{path.name}: name is {data['name']!r}, the file says {path.stem!r}")
         return cls(
             data["name"], data["vendor"], data["warp_size"], data["compiler"], data["limits"], data["facts"],
-            data["defaults"], tuple(data["mma"]["instructions"]), path,
+            data["defaults"], tuple(data["mma"]["instructions"]), tuple(data["mma"]["fp8_instructions"]), path,
         )  # fmt: skip
 
 
@@ -115,12 +116,12 @@ class Op:
             data["tune"]["default"], rules, path,
         )  # fmt: skip
 
-    def combinations(self) -> Iterator[dict[str, AxisValue]]:
-        """Every legal choice of axis values."""
+    def combinations(self, target: str) -> Iterator[dict[str, AxisValue]]:
+        """Every legal choice of axis values on one target."""
         names = [axis.name for axis in self.axes]
         for values in itertools.product(*(axis.values for axis in self.axes)):
             chosen = dict(zip(names, values, strict=True))
-            if not any(exclusion.matches(chosen) for exclusion in self.exclusions):
+            if not any(exclusion.matches({"target": target, **chosen}) for exclusion in self.exclusions):
                 yield chosen
 
     def tuned(self, target: str, axes: Mapping[str, AxisValue]) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class Variant:
         op = ops[op_name]
         if target not in op.targets:
             raise DefinitionError(f"{text!r}: {op_name} has no target {target!r}; it has {', '.join(op.targets)}")
-        for chosen in op.combinations():
+        for chosen in op.combinations(target):
             variant = cls.of(op, target, chosen)
             if variant.name == text:
                 return variant

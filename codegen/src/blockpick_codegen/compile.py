@@ -142,7 +142,7 @@ def compile_cuda(job: Job, folder: Path) -> dict[str, Any]:
     return {
         "symbol": job.symbol,
         "num_warps": job.options["num_warps"],
-        "shared_bytes": 0,
+        "shared_bytes": job.constexprs.get("SHARED_BYTES", 0),  # what the kernel declares without a size
         "global_scratch_bytes": 0,
         "trailing_pointers": 0,
     }

@@ -38,7 +38,7 @@ def load_matrix() -> Matrix:
         for target in op.targets:
             if target not in targets:
                 raise DefinitionError(f"{op.path.name}: unknown target {target!r}")
-            for chosen in op.combinations():
+            for chosen in op.combinations(target):
                 variant = Variant.of(op, target, chosen)
                 if variant.name in variants:
                     raise DefinitionError(f"two variants share the name {variant.name}")

@@ -77,7 +77,7 @@ def _inspect_hsaco(assembly: Path) -> dict[str, Any]:
     }
 
 
-def failed_gates(op: Op, target: Target, facts: dict[str, Any]) -> list[str]:
+def failed_gates(op: Op, target: Target, numerics: str, facts: dict[str, Any]) -> list[str]:
     """Every reason why a binary must not ship."""
     resources = facts["resources"]
     failures = []
@@ -93,9 +93,10 @@ def failed_gates(op: Op, target: Target, facts: dict[str, Any]) -> list[str]:
             f"{resources['registers']} registers, {target.name} has {target.limits['registers_per_thread']}"
         )
     shapes = resources["mma_shapes"]
-    others = [shape for shape in shapes if not shape.startswith(target.mma_instructions)]
+    promised = target.fp8_instructions if numerics == "fp8" else target.mma_instructions
+    others = [shape for shape in shapes if not shape.startswith(promised)]
     if op.matrix and (others or not shapes):
-        failures.append(f"{', '.join(others) or 'no MMA'}, not {' or '.join(target.mma_instructions)}")
+        failures.append(f"{', '.join(others) or 'no MMA'}, not {' or '.join(promised)}")
     if facts["global_scratch_bytes"]:
         failures.append(f"{facts['global_scratch_bytes']} bytes of global scratch, which no loader provides")
     return failures

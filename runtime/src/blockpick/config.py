@@ -12,6 +12,7 @@ ORDERS = ("score", "ascending", "local_last")  # index = the kernels' code
 OUT_LAYOUTS = ("thk", "htk")
 EMPTY_ROWS = ("minus_one", "block_zero")
 ROUNDINGS = ("exact", "e4m3")
+NUMERICS = ("strict", "fp8")
 BACKENDS = ("auto", "aot", "jit", "interpreter", "reference")
 NUM_HEADS = (1, 2, 4)
 MAX_TOPK = 64
@@ -46,6 +47,7 @@ class IndexerConfig:
     slots: int = 1
     max_prefill_tokens: int = 0
     workspace_bytes: int = 1 << 28
+    prefill_numerics: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, CacheLayout):
@@ -70,6 +72,7 @@ class IndexerConfig:
         one_of("out_layout", OUT_LAYOUTS)
         one_of("empty_row", EMPTY_ROWS)
         one_of("nvfp4_rounding", (None, *ROUNDINGS))
+        one_of("prefill_numerics", (None, *NUMERICS))
         between("topk", 1, MAX_TOPK)
         between("init_blocks", 0, MAX_TOPK)
         between("local_blocks", 0, MAX_TOPK)
@@ -120,6 +123,23 @@ class IndexerConfig:
     def rounding(self, default: str) -> str:
         """The NVFP4 rounding in force, given the architecture's default; ``none`` for other caches."""
         return self.nvfp4_rounding or default if self.layout.dtype == "nvfp4" else "none"
+
+    def numerics(self, rounding: str, default: str) -> str:
+        """The arithmetic of prefill in force, given the rounding in force and the architecture's default.
+
+        Raises
+        ------
+        UnsupportedConfigError
+            When ``fp8`` is asked for and keys are no e4m3 numbers.
+        """
+        operands_are_e4m3 = self.layout.dtype == "e4m3fn" or rounding == "e4m3"
+        if self.prefill_numerics == "fp8" and not operands_are_e4m3:
+            raise UnsupportedConfigError(
+                f"Indexer: prefill_numerics='fp8' multiplies e4m3 numbers; {self.layout.dtype} keys"
+                + (f" with nvfp4_rounding={rounding!r}" if self.layout.dtype == "nvfp4" else "")
+                + " are none. Supported: 'strict'."
+            )
+        return (self.prefill_numerics or default) if operands_are_e4m3 else "strict"
 
     @property
     def unscored_blocks(self) -> int:

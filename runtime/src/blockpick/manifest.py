@@ -88,6 +88,7 @@ class KernelPackage:
     vendor: str
     version: str
     nvfp4_rounding: str
+    prefill_numerics: str
     folder: Path
     variants: tuple[InstalledVariant, ...]
 
@@ -124,7 +125,10 @@ def read_package(folder: Path) -> KernelPackage:
             )
             for name, record in sorted(data["variants"].items())
         )  # fmt: skip
-        return KernelPackage(arch, vendor, data["version"], data["defaults"]["nvfp4_rounding"], folder, variants)
+        defaults = data["defaults"]
+        return KernelPackage(
+            arch, vendor, data["version"], defaults["nvfp4_rounding"], defaults["prefill_numerics"], folder, variants
+        )
     except (KeyError, TypeError) as error:
         raise ManifestError(f"{path}: malformed, {error!r} is missing or of a wrong kind") from error
 

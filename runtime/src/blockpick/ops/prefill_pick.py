@@ -10,7 +10,7 @@ import torch
 
 from ..config import IndexerConfig
 from ..device import current_stream
-from ..dispatch import Choice, select
+from ..dispatch import Choice, Need, select
 from ..layout import page_stride_bytes
 from ..manifest import KernelPackage
 from ..plan import PrefillPlan
@@ -53,9 +53,11 @@ def select_prefill(package: KernelPackage, config: IndexerConfig, route: str) ->
     KernelNotInstalledError
         When a role has no variant; the message lists every candidate with its reason.
     """
+    rounding = config.rounding(package.nvfp4_rounding)
+    numerics = Need("numerics", config.numerics(rounding, package.prefill_numerics))
     return PrefillKernels(
         plan=select(package, "prefill_plan", [], route),
-        score=select(package, "prefill_score", cache_needs(config, config.rounding(package.nvfp4_rounding)), route),
+        score=select(package, "prefill_score", [*cache_needs(config, rounding), numerics], route),
         selection=Selection.choose(package, config, route),
     )
 

@@ -33,6 +33,7 @@ class PrefillCase:
     out_layout: str = "thk"
     empty_row: str = "minus_one"
     rounding: str | None = None
+    numerics: str | None = None
     data: str = "normal"
     extra_width: int = 1
     page_padding: int = 0
@@ -62,7 +63,7 @@ class PrefillCase:
             "local_blocks": self.local_blocks, "order": self.order, "out_layout": self.out_layout,
             "empty_row": self.empty_row, "nvfp4_rounding": self.rounding, "max_requests": len(self.requests),
             "max_seq_len": self.width * self.page_size, "max_prefill_tokens": self.num_tokens,
-            "workspace_bytes": self.workspace_bytes,
+            "workspace_bytes": self.workspace_bytes, "prefill_numerics": self.numerics,
         }  # fmt: skip
 
 
@@ -120,6 +121,7 @@ def check_prefill_batch(case: PrefillCase, indexer: Indexer, batch: PrefillBatch
     indexer.prefill(plan, batch.q, batch.cache, batch.out)
     expect(torch.equal(first, batch.out), f"{label}: a repeat run gives other ids")
     ids = (batch.out if case.out_layout == "thk" else batch.out.transpose(0, 1)).cpu()
+    tolerance = "fp8 MMA" if indexer.prefill_numerics == "fp8" else case.dtype
     scored_from = case.num_tokens - scores.shape[0]
     scores, cpu = scores.cpu(), batch.to("cpu")
     options = (case.topk, case.init_blocks, case.local_blocks, case.order, case.empty_row)
@@ -145,7 +147,7 @@ def check_prefill_batch(case: PrefillCase, indexer: Indexer, batch: PrefillBatch
                     wanted = select_blocks(mine, position, *options)
                     expect(got == wanted, f"{where}, head {h}: ids {got}, on its scores {wanted}")
             if scored and position >= 0 and row >= 0:
-                check_scores(case.dtype, scores[row, :, :seen], oracle[i, :, :seen], sizes[i, :, :seen], where)
+                check_scores(tolerance, scores[row, :, :seen], oracle[i, :, :seen], sizes[i, :, :seen], where)
         token += query_len
     expect(bool((ids[token:] == SENTINEL).all()), f"{label}: padding rows were written")
     batch.out.fill_(SENTINEL)
