@@ -86,8 +86,8 @@ def check_plan(indexer: Indexer) -> None:
 
 def check_prefill_plan(machine: Any, case: PrefillCase) -> None:
     """A prefill plan's positions and work items, against the definition: every (query, block) pair that needs a score
-    lies in exactly one item, pieces are whole groups of four blocks that give every unit its share, and nothing but
-    the plan is written.
+    lies in exactly one item, pieces are whole groups of four blocks, of the length whose items end first, and nothing
+    but the plan is written.
     """
     indexer = machine.indexer(case.layout(), **case.options())
     batch = build_prefill(case).to(machine.device)
@@ -106,7 +106,8 @@ def check_prefill_plan(machine: Any, case: PrefillCase) -> None:
     tile, launch = kernels.tile_tokens(case.num_heads), kernels.plan.variant.launch
     for index, (*requests, (items, piece, *_)) in enumerate(spans):
         start, stop = index * plan.pass_tokens, min((index + 1) * plan.pass_tokens, num_tokens)
-        item = begin = total = 0
+        item = begin = 0
+        work = []
         for (query_len, prefix), span in zip(case.requests, requests, strict=True):
             first, last = (min(max(token, start), stop) for token in (begin, begin + query_len))
             begin += query_len
@@ -115,10 +116,13 @@ def check_prefill_plan(machine: Any, case: PrefillCase) -> None:
             tiles = -(-(last - first) // tile) if needed else 0
             expect(span == [item, tiles, first, last - first], f"pass {index}: span {span} at item {item}")
             item += tiles * -(-visible // piece)
-            total += tiles * visible
+            work.append((tiles, visible))
         expect(items == item, f"pass {index}: {items} items, wanted {item}")
-        share = max(total // (indexer._engine.prefills[0]._units * launch["pieces"]), launch["min_blocks"])
-        expect(piece == -(-share // 4) * 4, f"pass {index}: pieces of {piece} blocks, wanted {share} in whole groups")
+        units, total = indexer._engine.prefills[0]._units, sum(tiles * visible for tiles, visible in work)
+        lengths = [max(-(-total // (units * m * 4)), 1) * 4 for m in range(1, launch["rounds"] + 1)]
+        ends = [-(-sum(t * -(-v // n) for t, v in work) // units) * (n + launch["item_blocks"]) for n in lengths]
+        wanted = lengths[ends.index(min(ends))]
+        expect(piece == wanted, f"pass {index}: pieces of {piece} blocks, those of {wanted} end first")
 
 
 def check_other_shape(indexer: Indexer, batch: DecodeBatch, query_len: int) -> None:

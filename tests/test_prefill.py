@@ -20,7 +20,7 @@ def test_conformance_of_every_target(any_executor, case):
     run_prefill_case(case, any_executor.indexer, any_executor.device)
 
 
-@pytest.mark.parametrize("order,workspace_bytes", [("local_last", 1 << 26), ("score", 128 * 32 * 4)])
+@pytest.mark.parametrize("order,workspace_bytes", [("local_last", 1 << 26), ("score", 256 * 32 * 4)])
 def test_plan_of_every_target(any_executor, order, workspace_bytes):
     """In one pass without the requests that need no scores; in many passes."""
     case = PrefillCase("plan", "e4m3fn", MANY_REQUESTS, topk=3, padding=5, order=order)
@@ -98,7 +98,7 @@ def test_any_split_of_a_prompt_gives_the_same_ids(executor, dtype, rounding):
 
 def test_a_small_workspace_means_passes_and_nothing_else(executor):
     """The scores of a tile fit, those of the batch don't: several passes, the same ids."""
-    columns = 128
+    columns = 256  # of the largest tile
     case = PrefillCase("passes", "e4m3fn", ((150, 260), (0, 3), (70, 1000)), num_heads=4, data="integer", topk=4)
     tile = columns * 32 * 4
     indexer = run_prefill_case(replace(case, workspace_bytes=tile), executor.indexer, executor.device)

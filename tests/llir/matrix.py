@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WAVE = 64
 NAME = re.compile(r"amdgcn\.mfma\.f32\.(16x16|32x32)x(\d+)\.?(f16|bf16(?:\.1k)?|(?:fp8|bf8)\.(?:fp8|bf8))")
+SCALED_NAME = re.compile(r"amdgcn\.mfma\.scale\.f32\.(16x16|32x32)x(\d+)\.f8f6f4")
 Decode = Callable[[Array], Array]
 
 
@@ -47,9 +48,21 @@ def build_mfma(instruction: Instruction, arch: str) -> Operation:
         raise Trap(f"unknown matrix instruction in `{instruction.text}`")
     if any(int(operand.constant[0]) for operand in instruction.operands[3:]):
         raise Trap(f"broadcast or permuted operands in `{instruction.text}`")
-    size, depth = int(found[1][:2]), int(found[2])
+    return multiplication(instruction, arch, int(found[1][:2]), int(found[2]), found[3])
+
+
+def build_scaled_mfma(instruction: Instruction, arch: str) -> Operation:
+    """Without a scale (both zero) the 8, 6 or 4 bit product as it is; here of e4m3 (format 0) only."""
+    found = SCALED_NAME.match(str(instruction.detail))
+    if not found or any(int(operand.constant[0]) for operand in instruction.operands[3:]):
+        raise Trap(f"scaled operands, or others than e4m3, in `{instruction.text}`")
+    return multiplication(instruction, arch, int(found[1][:2]), int(found[2]), "fp8.fp8")
+
+
+def multiplication(instruction: Instruction, arch: str, size: int, depth: int, kind: str) -> Operation:
+    """The product of operands of one kind."""
     a_type, b_type = instruction.operands[0].type, instruction.operands[1].type
-    decode_a, decode_b = decoders(found[3], (a_type, b_type), arch, instruction.text)
+    decode_a, decode_b = decoders(kind, (a_type, b_type), arch, instruction.text)
     groups = WAVE // size
     lane, register = np.arange(WAVE)[:, None], np.arange(instruction.type.size)[None, :]
     row = 4 * (lane // 16) + register if size == 16 else 8 * (register // 4) + 4 * (lane // 32) + register % 4
@@ -67,3 +80,4 @@ def build_mfma(instruction: Instruction, arch: str) -> Operation:
 
 
 TABLE["amdgcn.mfma"] = build_mfma
+TABLE["amdgcn.mfma.scale"] = build_scaled_mfma

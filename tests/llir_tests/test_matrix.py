@@ -34,6 +34,17 @@ class Instruction:
     size: int
     depth: int
     archs: tuple[str, ...] = ("gfx942", "gfx950")
+    flags: int = 3  # trailing zeros: broadcasts and permutations, or formats (0 is e4m3) and scales (both 0: none)
+
+    @property
+    def arguments(self) -> str:
+        """What follows C in a call."""
+        return ", i32 0" * self.flags
+
+    @property
+    def prefix(self) -> str:
+        """Of the name: the newer instructions can scale."""
+        return "scale." if self.flags == 6 else ""
 
 
 HALF, BFLOAT = ("half", "half"), ("bfloat", "bfloat")
@@ -52,6 +63,7 @@ INSTRUCTIONS = [
     Instruction("16x16x32.fp8.bf8", "i64", ("fp8", "bf8"), 16, 32),
     Instruction("16x16x32.bf8.fp8", "i64", ("bf8", "fp8"), 16, 32),
     Instruction("32x32x16.fp8.fp8", "i64", ("fp8", "fp8"), 32, 16),
+    Instruction("16x16x128.f8f6f4.v8i32.v8i32", "<8 x i32>", ("fp8", "fp8"), 16, 128, NEW, flags=6),
 ]
 CASES = [
     pytest.param(instruction, arch, id=f"{instruction.name}-{arch}")
@@ -104,11 +116,11 @@ def multiply(instruction: Instruction, arch: str, a: np.ndarray, b: np.ndarray, 
             accumulator[place(size, row, column)] = c[row, column]
     vector = f"<{accumulator.shape[1]} x float>"
     kind = instruction.operand
-    arguments = f"{kind} %a, {kind} %b, {vector} %c, i32 0, i32 0, i32 0"
-    body = f"  %r = call {vector} @llvm.amdgcn.mfma.f32.{instruction.name}({arguments})"
+    arguments = f"{kind} %a, {kind} %b, {vector} %c{instruction.arguments}"
+    body = f"  %r = call {vector} @llvm.amdgcn.mfma.{instruction.prefix}f32.{instruction.name}({arguments})"
     operands = [operand(codes) for codes in (a, b)]
-    if kind == "i64":
-        operands = [registers.view(np.uint64) for registers in operands]
+    if not kind.endswith(("half>", "bfloat>", "i16>")):  # packed bytes
+        operands = [registers.view(np.uint64 if kind == "i64" else np.uint32) for registers in operands]
     inputs = [(kind, operands[0]), (kind, operands[1]), (vector, accumulator)]
     got = lanes(body, inputs, (vector,), arch=arch)
     result = np.empty((size, size), np.float32)
@@ -213,11 +225,12 @@ def test_chain(instruction: Instruction, arch: str) -> None:
     a, b = small(instruction.formats[0], (size, depth)), small(instruction.formats[1], (depth, size))
     codes = encode(a, instruction.formats[0], arch), encode(b.T, instruction.formats[1], arch)
     vector, kind = f"<{size * size // 64} x float>", instruction.operand
-    call = f"call {vector} @llvm.amdgcn.mfma.f32.{instruction.name}({kind} %a, {kind} %b, {vector} "
-    body = f"  %d = {call}zeroinitializer, i32 0, i32 0, i32 0)\n  %r = {call}%d, i32 0, i32 0, i32 0)"
+    name, flags = f"{instruction.prefix}f32.{instruction.name}", instruction.arguments
+    call = f"call {vector} @llvm.amdgcn.mfma.{name}({kind} %a, {kind} %b, {vector} "
+    body = f"  %d = {call}zeroinitializer{flags})\n  %r = {call}%d{flags})"
     operands = [operand(matrix) for matrix in codes]
-    if kind == "i64":
-        operands = [registers.view(np.uint64) for registers in operands]
+    if not kind.endswith(("half>", "bfloat>", "i16>")):  # packed bytes
+        operands = [registers.view(np.uint64 if kind == "i64" else np.uint32) for registers in operands]
     got = lanes(body, [(kind, operands[0]), (kind, operands[1])], (vector,), arch=arch)
     product = 2 * (a @ b)
     for row in range(size):

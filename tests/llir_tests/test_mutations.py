@@ -64,7 +64,9 @@ def plans(machine: Any) -> None:
 
 
 def prefills(dtype: str, rounding: str | None = None) -> Check:
-    """Four requests of few blocks, more than topk: a whole tile and partial ones, two pieces of keys, padding."""
+    """Four requests of few blocks, more than topk: a whole tile and partial ones, two pieces of keys, padding; with as
+    many programs as items, which disturb one another, and with fewer.
+    """
     requests = ((37, 1140), (2, 130), (0, 3), (3, 126))
     cases = [
         PrefillCase(f"{dtype}-{order}", dtype, requests, num_heads=2, topk=3, order=order, page_size=page, rounding=rounding,
@@ -73,8 +75,8 @@ def prefills(dtype: str, rounding: str | None = None) -> Check:
     ]  # fmt: skip
 
     def check(machine: Any) -> None:
-        for case in cases:
-            run_prefill_case(case, machine.indexer, "cpu")
+        for case, compute_units in zip(cases, (8, 2), strict=True):
+            run_prefill_case(case, replace(machine, compute_units=compute_units).indexer, "cpu")
 
     return check
 

@@ -28,7 +28,7 @@ class Target:
     compiler: Mapping[str, Any]
     limits: Mapping[str, int]
     facts: Mapping[str, Any]
-    defaults: Mapping[str, str]
+    defaults: Mapping[str, Any]
     mma_instructions: tuple[str, ...]
     fp8_instructions: tuple[str, ...]
     path: Path

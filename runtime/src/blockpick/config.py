@@ -124,8 +124,9 @@ class IndexerConfig:
         """The NVFP4 rounding in force, given the architecture's default; ``none`` for other caches."""
         return self.nvfp4_rounding or default if self.layout.dtype == "nvfp4" else "none"
 
-    def numerics(self, rounding: str, default: str) -> str:
-        """The arithmetic of prefill in force, given the rounding in force and the architecture's default.
+    def numerics(self, rounding: str, fp8_caches: tuple[str, ...]) -> str:
+        """The arithmetic of prefill in force, given the rounding in force and the caches whose prefill takes the fp8
+        MMA by default.
 
         Raises
         ------
@@ -139,7 +140,8 @@ class IndexerConfig:
                 + (f" with nvfp4_rounding={rounding!r}" if self.layout.dtype == "nvfp4" else "")
                 + " are none. Supported: 'strict'."
             )
-        return (self.prefill_numerics or default) if operands_are_e4m3 else "strict"
+        default = "fp8" if operands_are_e4m3 and self.layout.dtype in fp8_caches else "strict"
+        return self.prefill_numerics or default
 
     @property
     def unscored_blocks(self) -> int:

@@ -75,15 +75,17 @@ def runnable(route: str) -> Callable[[InstalledVariant], str | None]:
     return reason
 
 
-def select(package: KernelPackage, role: str, needs: Sequence[Need], route: str, op: str | None = None) -> Choice:
+def select(
+    package: KernelPackage, role: str | tuple[str, ...], needs: Sequence[Need], route: str, op: str | None = None
+) -> Choice:
     """The best variant for ``role``: highest preference, then the least that meets every need.
 
     Parameters
     ----------
     package : KernelPackage
         The kernels to choose from.
-    role : str
-        What the kernel does, e.g. ``decode_score``.
+    role : str or tuple of str
+        What the kernel does, e.g. ``decode_score``; of several roles the first names the choice.
     needs : sequence of Need
         Requirements on the variant's axes.
     route : {"aot", "jit", "interpreter"}
@@ -96,10 +98,11 @@ def select(package: KernelPackage, role: str, needs: Sequence[Need], route: str,
     KernelNotInstalledError
         When no variant is left; the message lists every candidate with its reason.
     """
+    roles = (role,) if isinstance(role, str) else role
     cannot_run = runnable(route)
     accepted: list[InstalledVariant] = []
     rejected: list[tuple[str, str]] = []
-    for variant in (v for v in package.variants if v.role == role):
+    for variant in (v for v in package.variants if v.role in roles):
         reasons = [reason for need in needs if (reason := need.rejects(variant))]
         if reason := cannot_run(variant):
             reasons.append(reason)
@@ -113,7 +116,8 @@ def select(package: KernelPackage, role: str, needs: Sequence[Need], route: str,
         wanted = ", ".join(f"{n.axis} {'>= ' if n.at_least else ''}{n.value}" for n in needs)
         listed = "".join(f"\n  {name}: {reason}" for name, reason in rejected) or "\n  (none installed)"
         raise KernelNotInstalledError(
-            f"{role}: no variant for {package.arch} with {wanted or 'no needs'} on route {route}. Candidates:{listed}"
+            f"{roles[0]}: no variant for {package.arch} with {wanted or 'no needs'} on route {route}. "
+            f"Candidates:{listed}"
         )
     sizes = [need.axis for need in needs if need.at_least]
     accepted.sort(key=lambda v: (-v.preference, *(v.axes[axis] for axis in sizes), v.name))
@@ -129,7 +133,7 @@ def select(package: KernelPackage, role: str, needs: Sequence[Need], route: str,
             "interpreter": f"generated source for {package.arch}, interpreted on the CPU",
         }[route]
     )
-    return Choice(role, best, route, reason, tuple(rejected))
+    return Choice(roles[0], best, route, reason, tuple(rejected))
 
 
 def pick_route(device: DeviceInfo, allow_jit: bool) -> tuple[str, str]:

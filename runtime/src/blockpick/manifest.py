@@ -88,7 +88,7 @@ class KernelPackage:
     vendor: str
     version: str
     nvfp4_rounding: str
-    prefill_numerics: str
+    prefill_fp8: tuple[str, ...]
     folder: Path
     variants: tuple[InstalledVariant, ...]
 
@@ -127,7 +127,7 @@ def read_package(folder: Path) -> KernelPackage:
         )  # fmt: skip
         defaults = data["defaults"]
         return KernelPackage(
-            arch, vendor, data["version"], defaults["nvfp4_rounding"], defaults["prefill_numerics"], folder, variants
+            arch, vendor, data["version"], defaults["nvfp4_rounding"], tuple(defaults["prefill_fp8"]), folder, variants
         )
     except (KeyError, TypeError) as error:
         raise ManifestError(f"{path}: malformed, {error!r} is missing or of a wrong kind") from error

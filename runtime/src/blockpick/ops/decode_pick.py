@@ -73,7 +73,7 @@ class DecodePick:
         self, kernels: DecodeKernels, config: IndexerConfig, compute_units: int, buffers: Mapping[str, torch.Tensor],
         bind: Bind,
     ) -> None:  # fmt: skip
-        self._config = config
+        self._config, self._selection = config, kernels.selection
         self._plan_chunk = int(kernels.plan.variant.launch["chunk"])
         self._num_splits = kernels.selection.num_splits(config.max_blocks)
         self.units = units_per_length(kernels, compute_units)
@@ -119,7 +119,7 @@ class DecodePick:
         stream = current_stream(q.device)
         strides = (q.stride(0) * size, q.stride(1) * size, page_stride_bytes(cache))
         score(self.units[plan.query_len - 1], stream, q, cache, *strides, cache.shape[0], plan.num_requests)
-        pick(rows * self._num_splits, stream, out_thk, stride_t, stride_h, plan.num_requests)
+        pick(self._selection.grid(rows, self._num_splits), stream, out_thk, stride_t, stride_h, plan.num_requests)
         if self._num_splits > 1:
             merge(rows, stream, out_thk, stride_t, stride_h, plan.num_requests)
 

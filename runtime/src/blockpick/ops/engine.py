@@ -61,7 +61,7 @@ class KernelEngine:
         self.config, self.device, self.route, self._info = config, device, route, info
         package = find_package(arch)
         self.rounding = config.rounding(package.nvfp4_rounding)
-        self.numerics = config.numerics(self.rounding, package.prefill_numerics)
+        self.numerics = config.numerics(self.rounding, package.prefill_fp8)
         self.decode_kernels = select_decode(package, config, route)
         self.prefill_kernels = select_prefill(package, config, route) if config.max_prefill_tokens else None
         self.choices = self.decode_kernels.choices

@@ -38,7 +38,7 @@ class PrefillKernels:
     @property
     def choices(self) -> tuple[Choice, ...]:
         """Every choice that decode does not make too."""
-        return (self.plan, self.score)
+        return (self.plan, self.score, self.selection.pick)
 
     def tile_tokens(self, num_heads: int) -> int:
         """Tokens of one query tile, which holds all heads of each."""
@@ -54,11 +54,11 @@ def select_prefill(package: KernelPackage, config: IndexerConfig, route: str) ->
         When a role has no variant; the message lists every candidate with its reason.
     """
     rounding = config.rounding(package.nvfp4_rounding)
-    numerics = Need("numerics", config.numerics(rounding, package.prefill_numerics))
+    numerics = Need("numerics", config.numerics(rounding, package.prefill_fp8))
     return PrefillKernels(
         plan=select(package, "prefill_plan", [], route),
         score=select(package, "prefill_score", [*cache_needs(config, rounding), numerics], route),
-        selection=Selection.choose(package, config, route),
+        selection=Selection.choose(package, config, route, many_rows=True),
     )
 
 
@@ -109,7 +109,8 @@ class PrefillPick:
             rows = min(plan.pass_tokens, plan.num_tokens - first) * self._config.num_heads
             score(self._units, stream, q, cache, table, *strides, cache.shape[0], plan.num_requests, first, index)
             pick(
-                rows * splits, stream, out_thk, stride_t, stride_h, plan.score_stride, first, plan.num_tokens, splits
+                self._selection.grid(rows, splits), stream, out_thk, stride_t, stride_h, plan.score_stride, first,
+                plan.num_tokens, splits,
             )  # fmt: skip
             if splits > 1:
                 merge(rows, stream, out_thk, stride_t, stride_h, first, plan.num_tokens, splits)

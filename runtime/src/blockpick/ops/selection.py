@@ -26,15 +26,16 @@ class Selection:
     merge: Choice
 
     @classmethod
-    def choose(cls, package: KernelPackage, config: IndexerConfig, route: str) -> Selection:
-        """The smallest variants that hold ``config.topk``.
+    def choose(cls, package: KernelPackage, config: IndexerConfig, route: str, many_rows: bool = False) -> Selection:
+        """The smallest variants that hold ``config.topk``; for prefill's ``many_rows`` also those made for them.
 
         Raises
         ------
         KernelNotInstalledError
             When a role has none.
         """
-        pick = select(package, "select_blocks", [Need("topk", config.topk, at_least=True)], route)
+        roles = ("select_rows", "select_blocks") if many_rows else ("select_blocks",)
+        pick = select(package, roles, [Need("topk", config.topk, at_least=True)], route)
         merge = select(package, "merge_splits", [Need("topk", pick.variant.axes["topk"])], route)
         return cls(pick, merge)
 
@@ -51,6 +52,10 @@ class Selection:
     def num_splits(self, blocks: int) -> int:
         """Splits of a row of ``blocks`` blocks."""
         return -(-blocks // self.split_blocks)
+
+    def grid(self, rows: int, num_splits: int) -> int:
+        """Programs of ``pick`` for ``rows`` rows."""
+        return -(-rows // int(self.pick.variant.launch["rows_per_block"])) * num_splits
 
     def bind(
         self, bind: Bind, config: IndexerConfig, buffers: Mapping[str, torch.Tensor], fixed: Mapping[str, Any],

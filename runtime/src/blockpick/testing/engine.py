@@ -20,7 +20,7 @@ class ReferenceEngine:
     def __init__(self, config: IndexerConfig, device: torch.device, default_rounding: str) -> None:
         self.config, self.device = config, device
         self.rounding = config.rounding(default_rounding)
-        self.numerics = config.numerics(self.rounding, "strict")
+        self.numerics = config.numerics(self.rounding, ())
         self._prefills: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._steps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scores: dict[int, torch.Tensor] = {}
