@@ -75,6 +75,15 @@ class Executor:
         with self.active():
             blockpick.insert(layout, cache, *tensors, backend=self.backend, arch=self.arch, **options)
 
+    def fused_insert(
+        self, layout: blockpick.CacheLayout, cache: torch.Tensor, *tensors: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Fused insert on this executor."""
+        with self.active():
+            return blockpick.qk_norm_rope_insert(
+                layout, cache, *tensors, backend=self.backend, arch=self.arch, **options
+            )
+
 
 BOUND_INSERTS: dict[Executor, threading.local] = {}
 
@@ -90,8 +99,8 @@ class RecordedKernel:
         launch = self._kernel.bind(fixed, dynamic)
 
         def run(*arguments: Any) -> None:
-            EXERCISED.add(self._entry)
             launch(*arguments)
+            EXERCISED.add(self._entry)
 
         return run
 
@@ -114,6 +123,7 @@ class IrExecutor(Executor):
     order: str = "lockstep"
     counted: bool = False
     compute_units: int = 2
+    seed: int = 1  # of random orders
 
     @property
     def devices(self) -> str:
@@ -129,7 +139,7 @@ class IrExecutor(Executor):
         from hip_standin.device import DEVICES, environment
 
         loader = blockpick.device.binary_loader("rocm")
-        standin()
+        standin().seed = self.seed
         with environment(**{DEVICES: self.devices}), pytest.MonkeyPatch.context() as patch, super().active():
             (device,) = loader.devices()
             for module in ("blockpick.indexer", "blockpick.ops.insert"):
@@ -139,7 +149,6 @@ class IrExecutor(Executor):
     def indexer(self, layout: blockpick.CacheLayout, **options: Any) -> blockpick.Indexer:
         """Scratch that no plan fills holds garbage, as fresh device memory does; random orders start from one seed."""
         indexer = super().indexer(layout, **options)
-        standin().seed = 1
         for slot in indexer._engine.buffers:
             slot["scores"].fill_(3e38)
             slot["partial"].fill_(-1)
@@ -164,10 +173,9 @@ def filtered(languages: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def ir_executor(arch: str, order: str, counted: bool = False, compute_units: int = 2) -> IrExecutor:
+def ir_executor(arch: str, order: str, counted: bool = False, seed: int = 1) -> IrExecutor:
     """The executor of one AMD architecture's binaries in one wave order."""
-    name = f"{arch}-ir-{order}"
-    return IrExecutor(name, "aot", arch, "cpu", order=order, counted=counted, compute_units=compute_units)
+    return IrExecutor(f"{arch}-ir-{order}", "aot", arch, "cpu", order=order, counted=counted, seed=seed)
 
 
 def interpreted(arch: str) -> Executor:

@@ -79,7 +79,7 @@ int api_enter(int *device)
         return count < 0 ? hipErrorNotInitialized : hipErrorNoDevice;
     if (current_device >= count) // the list became shorter
         return hipErrorInvalidDevice;
-    return device_failed[current_device] ? hipErrorLaunchFailure : hipSuccess;
+    return device_failed[current_device] ? hipErrorIllegalAddress : hipSuccess;
 }
 
 int api_leave(int error)
@@ -93,7 +93,7 @@ int api_leave(int error)
 API hipGetLastError(void)
 {
     int device, state = api_enter(&device);
-    int error = state == hipErrorLaunchFailure ? state : last_error;
+    int error = state == hipErrorIllegalAddress ? state : last_error;
     unlock();
     last_error = hipSuccess;
     return error;
@@ -103,7 +103,7 @@ API hipPeekAtLastError(void)
 {
     int device, state = api_enter(&device);
     unlock();
-    return state == hipErrorLaunchFailure ? state : last_error;
+    return state == hipErrorIllegalAddress ? state : last_error;
 }
 
 #define HIP_ERROR_CASE(name, number, text)                                                                             \
@@ -312,7 +312,7 @@ static int named_device(int index, device_info *out)
     if (index < 0 || index >= devices_read(info))
         return hipErrorInvalidDevice;
     *out = info[index];
-    return device_failed[index] ? hipErrorLaunchFailure : hipSuccess;
+    return device_failed[index] ? hipErrorIllegalAddress : hipSuccess;
 }
 
 API hipGetDevicePropertiesR0600(properties *out, int index)

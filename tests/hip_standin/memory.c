@@ -412,7 +412,7 @@ static int copy(void *dst, const void *src, size_t bytes, int kind, void *handle
         free(op.copy.staged);
     else if (wait)
         error = drain_stream(stream);
-    return api_leave(error == hipSuccess && device_failed[on] ? hipErrorLaunchFailure : error);
+    return api_leave(error == hipSuccess && device_failed[on] ? hipErrorIllegalAddress : error);
 }
 
 API hipMemcpy(void *dst, const void *src, size_t bytes, int kind) { return copy(dst, src, bytes, kind, NULL, true); }
@@ -435,7 +435,7 @@ static int fill(void *dst, unsigned value, size_t width, size_t count, void *han
     TRY(enqueue(stream, &(operation){.kind = FILL, .fill = {dst, width, count, value}}, NULL));
     if (wait)
         TRY(drain_stream(stream));
-    return api_leave(device_failed[on] ? hipErrorLaunchFailure : hipSuccess);
+    return api_leave(device_failed[on] ? hipErrorIllegalAddress : hipSuccess);
 }
 
 API hipMemset(void *dst, int value, size_t bytes) { return fill(dst, (unsigned)value, 1, bytes, NULL, true); }

@@ -177,7 +177,8 @@ typedef struct {
     void **parameters, **extra;
 } request;
 
-// The checks come in the order in which clr makes them.
+// The checks come in the order in which clr makes them. It makes two more: threads beyond what the kernel was compiled
+// for, and grids above 65536 in y and z.
 static int launch(const request *r, int device)
 {
     device_info info[MAX_DEVICES];
@@ -202,7 +203,7 @@ static int launch(const request *r, int device)
         return hipErrorInvalidHandle;
     if (f->device != device)
         return hipErrorInvalidDevice;
-    if (interpreter.launch_begin == NULL)
+    if (interpreter.launch_begin == NULL || r->block[1] != 1 || r->block[2] != 1) // threads are numbered in x only
         return hipErrorNotSupported;
     CALL(error = interpreter.launch_begin(f->id, r->grid, r->block, r->shared_bytes, r->parameters, device, &id));
     if ((error = callback_error(error, id)) != hipSuccess)

@@ -171,7 +171,7 @@ int drain_stream(uint64_t id) { return drain(id, ANY_DEVICE, false, last_seq); }
 int drain_device(int device)
 {
     int error = drain(0, device, false, last_seq);
-    return error ? error : device != ANY_DEVICE && device_failed[device] ? hipErrorLaunchFailure : hipSuccess;
+    return error ? error : device != ANY_DEVICE && device_failed[device] ? hipErrorIllegalAddress : hipSuccess;
 }
 
 void discard_device(int device)
@@ -221,7 +221,7 @@ int stream_resolve(void *handle, int device, uint64_t *id, int *stream_device)
         return hipErrorContextIsDestroyed;
     *id = s->node.id;
     *stream_device = s->device;
-    return device_failed[s->device] ? hipErrorLaunchFailure : hipSuccess;
+    return device_failed[s->device] ? hipErrorIllegalAddress : hipSuccess;
 }
 
 // Copies `work` to the end of a stream; its number goes to `seq` if that is wanted.
@@ -286,7 +286,7 @@ static int stream_wait(void *handle, int device, bool query)
         error = pending(null ? 0 : id, on, null, last_seq) ? hipErrorNotReady : hipSuccess;
     else
         error = drain(null ? 0 : id, on, null, last_seq);
-    return device_failed[on] ? hipErrorLaunchFailure : error;
+    return device_failed[on] ? hipErrorIllegalAddress : error;
 }
 
 API hipStreamSynchronize(void *handle)
@@ -342,7 +342,7 @@ static int event_find(void *handle, event **out)
     *out = node_find(events, handle);
     if (*out == NULL)
         return hipErrorInvalidHandle;
-    return device_failed[(*out)->device] ? hipErrorLaunchFailure : hipSuccess;
+    return device_failed[(*out)->device] ? hipErrorIllegalAddress : hipSuccess;
 }
 
 static bool event_pending(const event *e) { return e->seq != 0 && pending(e->stream, ANY_DEVICE, false, e->seq); }
@@ -383,7 +383,7 @@ API hipEventSynchronize(void *handle)
     int on = e->device; // the event may be destroyed while this thread waits
     if (event_pending(e))
         TRY(drain(e->stream, ANY_DEVICE, false, e->seq));
-    return api_leave(device_failed[on] ? hipErrorLaunchFailure : hipSuccess);
+    return api_leave(device_failed[on] ? hipErrorIllegalAddress : hipSuccess);
 }
 
 API hipEventQuery(void *handle)

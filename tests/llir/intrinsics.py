@@ -56,7 +56,7 @@ def kind_of(instruction: Instruction) -> Type:
     return instruction.type.element
 
 
-@intrinsic("assume", "amdgcn.sched.barrier", "amdgcn.s.setprio", "amdgcn.wave.barrier")
+@intrinsic("amdgcn.sched.barrier", "amdgcn.s.setprio", "amdgcn.wave.barrier")
 def nothing(m: Machine, *operands: Array) -> None:
     """Hints for the compiler and the scheduler; a wave's lanes are always together between two of its instructions."""
 

@@ -113,6 +113,8 @@ def launch(
     together = max(RESIDENT_LANES // threads, 1)
     for first in range(0, total, together):
         numbers = np.arange(first, min(first + together, total))
+        if order == "random":  # among residents no workgroup is ahead, and none wins a conflict, by its number
+            numbers = random.permutation(numbers)
         machine = Machine(program, memory, values, grid, threads, numbers, lds_bytes, order, random)
         machine.implicit_address = implicit.ctypes.data
         while machine.turn():

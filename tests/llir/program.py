@@ -89,7 +89,7 @@ class Program:
                 sources = zip(instruction.detail, instruction.operands, strict=True)
                 edges = tuple((ends[origin], self._operand(value)) for origin, value in sources if origin in ends)
                 segment.phis.append((self._slot(str(instruction.result)), edges))
-            elif opcode in ("ret", "unreachable"):
+            elif opcode == "ret":
                 segment.exit = RETURN
             elif is_barrier(instruction):
                 segment.exit = BARRIER
@@ -181,7 +181,7 @@ def block_order(function: Function) -> list[str]:
     successors: dict[str, tuple[str, ...]] = {}
     for label, block in function.blocks.items():
         end = block[-1] if block else None
-        if end is None or end.opcode not in ("br", "switch", "ret", "unreachable"):
+        if end is None or end.opcode not in ("br", "switch", "ret"):
             raise Trap(f"block {label} has no end")
         successors[label] = end.detail if end.opcode in ("br", "switch") else ()
     reach = {label: reachable(label, successors) for label in successors}

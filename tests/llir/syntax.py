@@ -335,10 +335,6 @@ def parse_ret(reader: Reader) -> Parts:
     return VOID, (), None
 
 
-def parse_unreachable(reader: Reader) -> Parts:
-    return VOID, (), None
-
-
 def parse_fence(reader: Reader) -> Parts:
     return VOID, (), None
 

@@ -20,6 +20,7 @@ from conformance import (
     check_selection,
 )
 from executors import GPU, IR_ARCHS, ir_executor, standin
+from fused_cases import check_fused_insert
 from llir import Program, Trap
 from llir.mutations import Mutant, mutants
 from llir_tests.test_variants import check_insert
@@ -63,14 +64,14 @@ def plans(machine: Any) -> None:
         check_plan(sized.indexer(CacheLayout("bf16", page_size), max_requests=7, max_seq_len=640 * page_size))
 
 
-def prefills(dtype: str, rounding: str | None = None) -> Check:
+def prefills(dtype: str, rounding: str | None = None, numerics: str | None = None) -> Check:
     """Four requests of few blocks, more than topk: a whole tile and partial ones, two pieces of keys, padding; with as
     many programs as items, which disturb one another, and with fewer.
     """
     requests = ((37, 1140), (2, 130), (0, 3), (3, 126))
     cases = [
         PrefillCase(f"{dtype}-{order}", dtype, requests, num_heads=2, topk=3, order=order, page_size=page, rounding=rounding,
-                    padding=2, data="integer", local_blocks=local)
+                    numerics=numerics, padding=2, data="integer", local_blocks=local)
         for order, page, local in (("score", 256, 0), ("local_last", 128, 1))
     ]  # fmt: skip
 
@@ -95,6 +96,7 @@ SCORER = {
     "matrix operand twice", "output short", "store unguarded", "token mask dropped", "zero mask dropped",
 }  # fmt: skip
 STORES = {"output short", "store unguarded"}
+FUSED = STORES | {"moved from another lane"}
 SORT = {"moved from another lane", "output short", "zero mask dropped"}
 PERMUTED = {"permuted by a fixed lane", "swizzle altered"}
 # variant: its check, and the kinds of faults that its code has a place for
@@ -106,10 +108,14 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
     "decode_score__{arch}__nvfp4_e4m3_r128_c32": (decodes("nvfp4-e4m3-c32-score"), SCORER),
     "prefill_plan__{arch}": (prefill_plans, SORT | PERMUTED - {"swizzle altered"} | {"barriers removed"}),
     "prefill_score__{arch}__bf16_r128": (prefills("bf16"), SCORER - {"zero mask dropped"}),
-    "prefill_score__{arch}__e4m3fn_r128": (prefills("e4m3fn"), SCORER - {"zero mask dropped"}),
+    "prefill_score__{arch}__e4m3fn_r128_fp8": (prefills("e4m3fn", None, "fp8"), SCORER - {"zero mask dropped"}),
+    "prefill_score__{arch}__e4m3fn_r128": (prefills("e4m3fn", None, "strict"), SCORER - {"zero mask dropped"}),
     "prefill_score__{arch}__nvfp4_exact_r128": (prefills("nvfp4", "exact"), SCORER - {"zero mask dropped"}),
     "select_blocks__{arch}__k16": (selects, SORT | {"barriers removed", "LDS address moved"}),
     "merge_splits__{arch}__k16": (selects, SORT | PERMUTED),  # one wave: no barrier
+    "qk_norm_rope_insert__{arch}__bf16": (lambda machine: check_fused_insert(machine, "bf16"), FUSED),
+    "qk_norm_rope_insert__{arch}__e4m3fn": (lambda machine: check_fused_insert(machine, "e4m3fn"), FUSED),
+    "qk_norm_rope_insert__{arch}__nvfp4": (lambda machine: check_fused_insert(machine, "nvfp4"), FUSED),
     "insert__{arch}__bf16": (lambda machine: check_insert(machine, "bf16"), STORES),
     "insert__{arch}__e4m3fn": (lambda machine: check_insert(machine, "e4m3fn"), STORES),
     "insert__{arch}__nvfp4": (lambda machine: check_insert(machine, "nvfp4"), STORES),
@@ -133,10 +139,9 @@ def survives(mutant: Mutant, original: str, arch: str, check: Check) -> bool:
     device.rewrite = lambda text: mutant.text if text == original else text
     device.turn_limit = 20_000
     try:
-        for order, seed in (("lockstep", 0), ("random", 1), ("random", 2), ("random", 3)):
-            device.seed = seed
+        for order, seed in (("lockstep", 1), ("random", 1), ("random", 2), ("random", 3)):
             try:
-                check(ir_executor(arch, order))
+                check(ir_executor(arch, order, seed=seed))
             except (Trap, AssertionError):
                 return False
         return True
@@ -144,7 +149,12 @@ def survives(mutant: Mutant, original: str, arch: str, check: Check) -> bool:
         device.rewrite, device.turn_limit = None, 1_000_000
 
 
-@pytest.mark.parametrize("arch,name", list(itertools.product(IR_ARCHS, CHECKS)))
+BUILT = [
+    (arch, name) for arch, name in itertools.product(IR_ARCHS, CHECKS) if arch != "gfx942" or not name.endswith("fp8")
+]
+
+
+@pytest.mark.parametrize("arch,name", BUILT)
 def test_planted_faults_are_found(arch: str, name: str) -> None:
     check, kinds = CHECKS[name]
     original = ir_of(name.format(arch=arch))
@@ -153,6 +163,7 @@ def test_planted_faults_are_found(arch: str, name: str) -> None:
         Program(mutant.text, name.split("__")[0], arch)
     wanted = kinds | BESIDES.get((arch, name.split("__")[0]), set())
     assert {mutant.kind for mutant in planted} == wanted
+    check(ir_executor(arch, "lockstep"))  # what fails without a fault finds none
     survivors = [f"{m.kind}, {m.place}" for m in planted if survives(m, original, arch, check)]
     assert not survivors, f"{name.format(arch=arch)}: of {len(planted)} planted faults the checks miss {survivors}"
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conformance import CONFORMANCE, PREFILLS, SELECTIONS, check_selection
 from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
+from fused_cases import check_fused_insert
 
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, check_batch, poison
@@ -59,7 +60,7 @@ def test_selection_variants(machine: Any, case: DecodeCase) -> None:
 
 
 @by_name
-@pytest.mark.parametrize("pair", zip(PREFILLS[::2], PREFILLS[1::2], strict=True), ids=lambda pair: pair[0].name)
+@pytest.mark.parametrize("pair", list(zip(PREFILLS[::2], PREFILLS[1::2], strict=True)), ids=lambda pair: pair[0].name)
 def test_prefill_variants(machine: Any, pair: tuple[PrefillCase, PrefillCase]) -> None:
     """One case of every cache and arithmetic in each wave order."""
     score, local_last = pair
@@ -106,6 +107,12 @@ def check_insert(machine: Any, dtype: str) -> None:
     machine.insert(layout, caches[0], keys, slots)
     insert_reference(layout, caches[1], keys, slots)
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+@by_name
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3fn", "nvfp4"])
+def test_fused_insert_variants(machine: Any, dtype: str) -> None:
+    check_fused_insert(machine, dtype)
 
 
 @by_name

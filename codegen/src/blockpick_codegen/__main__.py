@@ -97,7 +97,10 @@ def compile_packages(matrix: Matrix, chosen: tuple[Variant, ...], root: Path, ca
     for variant in chosen:
         facts = json.loads((compiled[variant.name] / "facts.json").read_text())
         for reason in failed_gates(
-            matrix.ops[variant.op], matrix.targets[variant.target], dict(variant.axes).get("numerics", "strict"), facts
+            matrix.ops[variant.op],
+            matrix.targets[variant.target],
+            str(dict(variant.axes).get("numerics", "strict")),
+            facts,
         ):
             failures.add_row(variant.name, reason)
     if failures.row_count:

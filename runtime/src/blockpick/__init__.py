@@ -14,8 +14,9 @@ from .errors import (
 from .indexer import Indexer
 from .layout import CacheLayout
 from .ops import torch_ops as _torch_ops  # noqa: F401  registers torch.ops.blockpick
+from .ops.fused_insert import qk_norm_rope_insert
 from .ops.insert import insert
-from .plan import DecodePlan
+from .plan import DecodePlan, PrefillPlan
 
 __version__ = "0.1.0"
 
@@ -29,8 +30,10 @@ __all__ = [
     "KernelNotInstalledError",
     "ManifestError",
     "Memory",
+    "PrefillPlan",
     "StalePlanError",
     "UnsupportedArchError",
     "UnsupportedConfigError",
     "insert",
+    "qk_norm_rope_insert",
 ]

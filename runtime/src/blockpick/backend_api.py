@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 ENTRY_POINT_GROUP = "blockpick.backends"
-Value = Any  # a tensor (anything with ``data_ptr()``) for a pointer argument, an int for the others
+Value = Any  # a tensor (anything with ``data_ptr()``) for a pointer argument, a number for the others
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class Argument:
     def is_pointer(self) -> bool:
         """Whether the argument is an address."""
         return self.type.startswith("*")
+
+    def word(self, value: Value) -> int:
+        """The 8 bytes that a driver reads the argument from, as an integer."""
+        if self.is_pointer:
+            return int(value.data_ptr())
+        return int(struct.unpack("<i", struct.pack("<f", value))[0]) if self.type == "fp32" else int(value)
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,8 @@ class PackedArguments:
     ) -> None:
         values, positions = ordered_arguments(arguments, fixed, dynamic)
         pointers = [arguments[position].is_pointer for position in positions]
+        if any(arguments[position].type == "fp32" for position in positions):
+            raise TypeError(f"fp32 arguments can only be fixed: {', '.join(dynamic)}")
         if pointers != sorted(pointers, reverse=True):
             raise TypeError(f"name dynamic pointers before dynamic numbers: {', '.join(dynamic)}")
         self._num_pointers = sum(pointers)
@@ -149,7 +157,7 @@ class PackedArguments:
         self._slots = (ctypes.c_int64 * max(len(order), 1))()
         for position, value in enumerate(values):
             if value is not None:
-                self._slots[place[position]] = value.data_ptr() if arguments[position].is_pointer else value
+                self._slots[place[position]] = arguments[position].word(value)
         base = ctypes.addressof(self._slots)
         self._addresses = (ctypes.c_void_p * max(len(order), 1))(*(base + 8 * place[i] for i in range(len(order))))
         self.address = ctypes.addressof(self._addresses)

@@ -17,7 +17,14 @@ from ..errors import UnsupportedConfigError
 from ..layout import HEAD_DIM, CacheLayout, page_stride_bytes
 from ..manifest import KernelPackage
 
-ARGS = ("key_ptr", "slot_mapping_ptr", "cache_ptr", "stride_key", "stride_page", "num_tokens", "num_slots")
+ARGS = {  # what comes with every launch, by role
+    "insert": ("key_ptr", "slot_mapping_ptr", "cache_ptr", "stride_key", "stride_page", "num_tokens", "num_slots"),
+    "qk_norm_rope_insert": (
+        "qkv_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr", "positions_ptr", "slot_mapping_ptr", "cache_ptr",
+        "q_out_ptr", "stride_qkv", "stride_cos", "stride_q_t", "stride_q_h", "stride_page", "q_column", "k_column",
+        "num_tokens", "num_positions", "num_slots",
+    ),
+}  # fmt: skip
 _per_thread = threading.local()  # a launch owns its packed arguments, so every thread has its own
 
 
@@ -68,7 +75,7 @@ def insert(
 
         insert_reference(layout, cache, index_k, slot_mapping, shard)
         return
-    launch, tokens = _launch(layout, shard, cache.device, backend, allow_jit, arch)
+    launch, tokens = find_launch("insert", layout, shard, cache.device, backend, allow_jit, arch)
     count = index_k.shape[0]
     with on_device(cache.device):
         launch(
@@ -95,39 +102,41 @@ def _check(
     check_int("shard", shard, 0, layout.shards - 1, f"layout.shards={layout.shards}")
 
 
-def _launch(
-    layout: CacheLayout, shard: int, device: torch.device, backend: str, allow_jit: bool, arch: str | None
-) -> tuple[Launch, int]:
-    """This thread's launch for the configuration, and the tokens a program takes."""
+def find_launch(
+    role: str, layout: CacheLayout, shard: int, device: torch.device, backend: str, allow_jit: bool, arch: str | None,
+    **fixed: float,
+) -> tuple[Launch, int]:  # fmt: skip
+    """This thread's launch of ``role`` for the configuration, and the tokens a program takes."""
     if not hasattr(_per_thread, "launch"):
         _per_thread.launch = functools.cache(_bind)
-    return _per_thread.launch(layout, shard, device, backend, allow_jit, arch)  # type: ignore[no-any-return]
+    return _per_thread.launch(role, layout, shard, device, backend, allow_jit, arch, **fixed)  # type: ignore[no-any-return]
 
 
 def _bind(
-    layout: CacheLayout, shard: int, device: torch.device, backend: str, allow_jit: bool, arch: str | None
-) -> tuple[Launch, int]:
-    check_not_capturing(device, "the first insert of a configuration, which loads its kernel,")
+    role: str, layout: CacheLayout, shard: int, device: torch.device, backend: str, allow_jit: bool, arch: str | None,
+    **fixed: float,
+) -> tuple[Launch, int]:  # fmt: skip
+    check_not_capturing(device, f"the first {role} of a configuration, which loads its kernel,")
     info = None
     if backend == "interpreter":
         route, arch = "interpreter", interpreted_arch(arch)
     else:
-        info = describe(device, f"insert: backend={backend!r}: ")
+        info = describe(device, f"{role}: backend={backend!r}: ")
         route, arch = backend if backend in ("aot", "jit") else pick_route(info, allow_jit)[0], info.arch
-    choice = select_insert(find_package(arch), layout, route)
-    fixed = {
+    choice = select_insert(find_package(arch), layout, route, role)
+    fixed |= {
         "page_size": layout.page_size, "page_rows": layout.page_rows, "segment_rows": layout.segment_rows,
         "shard": shard,
     }  # fmt: skip
-    return load(choice.variant, route, info).bind(fixed, ARGS), int(choice.variant.launch["tokens"])
+    return load(choice.variant, route, info).bind(fixed, ARGS[role]), int(choice.variant.launch["tokens"])
 
 
-def select_insert(package: KernelPackage, layout: CacheLayout, route: str) -> Choice:
-    """Choose the insert kernel for ``layout`` from one package; needs no device.
+def select_insert(package: KernelPackage, layout: CacheLayout, route: str, role: str = "insert") -> Choice:
+    """Choose the kernel of ``role`` that stores into ``layout`` from one package; needs no device.
 
     Raises
     ------
     KernelNotInstalledError
         When there is none; the message lists every candidate with its reason.
     """
-    return select(package, "insert", [Need("cache", layout.dtype)], route)
+    return select(package, role, [Need("cache", layout.dtype)], route)

@@ -79,6 +79,17 @@ def insert_reference(
         whole[first : first + 8] = scales[t]
 
 
+def norm_rope_reference(
+    x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """bf16 [T, H * 128] -> bf16 [T, H, 128]: Gemma's RMSNorm, then NeoX rotation of the first 64 dims, rounded once."""
+    heads = x.double().unflatten(-1, (-1, 128))
+    normed = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + weight.double())
+    cos, sin = cos_sin[positions.clamp(0, len(cos_sin) - 1)].double()[:, None].chunk(2, -1)
+    first, second, rest = normed.split((32, 32, 64), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1).bfloat16()
+
+
 def dequantise(layout: CacheLayout, pages: torch.Tensor, rounding: str = "exact") -> torch.Tensor:
     """Stored pages [N, R, .] -> float64 [N, R, 128], NVFP4 products rounded as ``rounding`` says."""
     if layout.dtype != "nvfp4":
