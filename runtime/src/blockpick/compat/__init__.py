@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions with the names, arguments and layouts of public implementations, computed by blockpick."""
