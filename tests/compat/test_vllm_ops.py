@@ -144,6 +144,25 @@ def test_decode_scores_in_a_new_tensor(device):
     assert bool((score[0, 1] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3fn"])
+def test_decode_of_nan_and_infinite_keys(device, dtype):
+    """Ids follow the total order on the scores that the call itself reports; a block of NaN is still picked, last."""
+    case = DecodeCase("special", dtype, (1100, 1400), num_heads=2, query_len=2, topk=14, local_blocks=0, data="special")
+    batch = build(case).to(device)
+    score = torch.empty(2, 4, 16, device=device)
+    ids = decode(case, batch, score_out=score)
+    oracle, _ = oracle_decode(case, batch)
+    for t in range(4):
+        position = case.seq_lens[t // 2] - 2 + t % 2
+        seen = position // 128 + 1
+        got = score[:, t, :seen].cpu()
+        assert torch.equal(got.isnan(), oracle[t // 2, t % 2, :, :seen].isnan())
+        assert bool(got.isnan().any(1).all())
+        for h in range(2):
+            assert ids[h, t].tolist() == select_blocks(got[h], position, 14, 0, 0, "score", "minus_one")
+            assert len(set(ids[h, t].tolist()) - {-1}) == seen
+
+
 def test_lengths_beyond_max_seq_len_are_clamped(device):
     """Columns behind max_seq_len are not read, and no id beyond them appears."""
     case = DecodeCase("clamped", "bf16", (1400,), topk=4, data="integer")
