@@ -210,3 +210,12 @@ def test_sizes_of_the_packages():
     for arch in ARCHS:
         folder = package_folder(ROOT, MATRIX.targets[arch].vendor, arch)
         assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) < 5_000_000
+
+
+def test_a_block_never_asks_for_more_registers_than_it_starts_with():
+    """setmaxnreg waits for ever when the warpgroups together ask for more than the launch gave the block."""
+    for name, record in manifest("sm90")["variants"].items():
+        if record["op"] == "prefill_score_wgmma":
+            numbers = record["constexprs"]
+            asked = 256 * numbers["MULTIPLIER_REGISTERS"] + 128 * numbers["LOADER_REGISTERS"]
+            assert asked <= 384 * record["resources"]["registers"], name

@@ -59,13 +59,17 @@ def check_int(name: str, value: object, low: int, high: int, hint: str) -> None:
         raise ValueError(f"{name}: must be {low}..{high} ({hint}), is {value!r}")
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is in a CUDA or HIP graph capture."""
+    if device.type != "cuda":
+        return False
+    with on_device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def check_not_capturing(device: torch.device, call: str) -> None:
     """Raise inside a CUDA or HIP graph capture."""
-    if device.type != "cuda":
-        return
-    with on_device(device):
-        capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
+    if is_capturing(device):
         raise RuntimeError(f"{call}: not allowed inside a graph capture; call it before the capture and every replay")
 
 

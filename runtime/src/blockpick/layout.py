@@ -107,35 +107,35 @@ class CacheLayout:
             raise ValueError(f"page: {page} is outside the cache of {cache.shape[0]} pages")
         return page * page_stride_bytes(cache), self.page_bytes
 
-    def check(self, cache: torch.Tensor) -> None:
-        """Raise ``TypeError`` or ``ValueError`` naming ``cache`` unless the tensor has this layout.
+    def check(self, cache: torch.Tensor, name: str = "cache") -> None:
+        """Raise ``TypeError`` or ``ValueError`` naming the argument ``name`` unless the tensor has this layout.
 
         The page interior must be dense; the page stride may be padded to any multiple of 16 bytes.
         """
         if not isinstance(cache, torch.Tensor):
-            raise TypeError(f"cache: must be a torch.Tensor, is {type(cache).__name__}")
+            raise TypeError(f"{name}: must be a torch.Tensor, is {type(cache).__name__}")
         if cache.dtype != self.torch_dtype:
-            raise TypeError(f"cache: dtype must be {self.torch_dtype} for {self.dtype}, is {cache.dtype}")
+            raise TypeError(f"{name}: dtype must be {self.torch_dtype} for {self.dtype}, is {cache.dtype}")
         if cache.dim() != 3 or cache.shape[1:] != self.shape(1)[1:]:
             raise ValueError(
-                f"cache: shape must be [pages, {self.page_rows}, {self.row_elements}] for page_size {self.page_size} "
+                f"{name}: shape must be [pages, {self.page_rows}, {self.row_elements}] for page_size {self.page_size} "
                 f"and shards {self.shards}, is {list(cache.shape)}"
             )
         if cache.shape[0] < 1:
-            raise ValueError("cache: must hold at least one page, has 0")
+            raise ValueError(f"{name}: must hold at least one page, has 0")
         if cache.stride(2) != 1 or cache.stride(1) != self.row_elements:
             raise ValueError(
-                f"cache: a page's interior must be dense, strides [*, {self.row_elements}, 1]; they are "
+                f"{name}: a page's interior must be dense, strides [*, {self.row_elements}, 1]; they are "
                 f"{list(cache.stride())}"
             )
         stride = page_stride_bytes(cache)
         if cache.shape[0] > 1 and (stride < self.page_bytes or stride % 16):
             raise ValueError(
-                f"cache: page stride must be a multiple of 16 bytes and at least {self.page_bytes}, is {stride}"
+                f"{name}: page stride must be a multiple of 16 bytes and at least {self.page_bytes}, is {stride}"
             )
         if cache.data_ptr() % 16:
             raise ValueError(
-                f"cache: must start at a multiple of 16 bytes, starts {cache.data_ptr() % 16} bytes behind one"
+                f"{name}: must start at a multiple of 16 bytes, starts {cache.data_ptr() % 16} bytes behind one"
             )
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-ins for the public implementations of the same indexer."""
+"""Functions and classes with the names, arguments and layouts of public implementations, computed by blockpick."""

@@ -110,15 +110,22 @@ class DecodePick:
             num_requests, width,
         )  # fmt: skip
 
+    def score(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Launch the scorer."""
+        size = q.element_size()
+        strides = (q.stride(0) * size, q.stride(1) * size, page_stride_bytes(cache))
+        self.launches[plan.query_len - 1][1](
+            self.units[plan.query_len - 1], current_stream(q.device), q, cache, *strides, cache.shape[0],
+            plan.num_requests,
+        )  # fmt: skip
+
     def run(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
         """Launch score, select and, where a row can have several splits, merge."""
-        _, score, pick, merge = self.launches[plan.query_len - 1]
-        size = q.element_size()
+        self.score(plan, q, cache)
+        _, _, pick, merge = self.launches[plan.query_len - 1]
         stride_t, stride_h, _ = out_thk.stride()
         rows = plan.num_requests * plan.query_len * self._config.num_heads
         stream = current_stream(q.device)
-        strides = (q.stride(0) * size, q.stride(1) * size, page_stride_bytes(cache))
-        score(self.units[plan.query_len - 1], stream, q, cache, *strides, cache.shape[0], plan.num_requests)
         pick(self._selection.grid(rows, self._num_splits), stream, out_thk, stride_t, stride_h, plan.num_requests)
         if self._num_splits > 1:
             merge(rows, stream, out_thk, stride_t, stride_h, plan.num_requests)

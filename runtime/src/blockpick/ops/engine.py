@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -36,6 +37,9 @@ class Engine(Protocol):
     def decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
         """Write ids; tensors are checked, ``out_thk`` is a [T, H, topk] view."""
 
+    def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Score without selecting; tensors are checked. :meth:`scores` shows the result."""
+
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """Scores of the last decode as [B, L, H, blocks] fp32."""
 
@@ -47,6 +51,15 @@ class Engine(Protocol):
 
     def prefill(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
         """Write ids; tensors are checked, ``out_thk`` is a [T, H, topk] view."""
+
+    def score_pass(self, plan: PrefillPlan, index: int, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Score one pass of a prefill without selecting; tensors are checked. :meth:`pass_scores` shows the result."""
+
+    def select_pass(self, plan: PrefillPlan, index: int, out_thk: torch.Tensor) -> None:
+        """Write the ids of one pass from what :meth:`pass_scores` holds."""
+
+    def pass_scores(self, plan: PrefillPlan, index: int) -> torch.Tensor:
+        """The scratch of one pass as [t, H, blocks] fp32, to read after scoring or to fill before selecting."""
 
     def prefill_scores(self, plan: PrefillPlan) -> torch.Tensor:
         """Scores of the last pass of the last prefill as [t, H, blocks] fp32."""
@@ -103,6 +116,11 @@ class KernelEngine:
         with on_device(self.device):
             self.decodes[plan.slot].run(plan, q, cache, out_thk)
 
+    def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Launch one layer's decode scorer only."""
+        with on_device(self.device):
+            self.decodes[plan.slot].score(plan, q, cache)
+
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """The slot's score scratch as [B, L, H, blocks] fp32; entries that no kernel scored are stale."""
         config = self.config
@@ -124,9 +142,23 @@ class KernelEngine:
         with on_device(self.device):
             self.prefills[plan.slot].run(plan, q, cache, out_thk)
 
+    def score_pass(self, plan: PrefillPlan, index: int, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Launch the scorer of one pass of a prefill."""
+        with on_device(self.device):
+            self.prefills[plan.slot].score(plan, index, q, cache)
+
+    def select_pass(self, plan: PrefillPlan, index: int, out_thk: torch.Tensor) -> None:
+        """Launch the selection of one pass of a prefill."""
+        with on_device(self.device):
+            self.prefills[plan.slot].select(plan, index, out_thk)
+
+    def pass_scores(self, plan: PrefillPlan, index: int) -> torch.Tensor:
+        """The slot's score scratch as [t, H, blocks] fp32 of one pass; entries that no kernel scored are stale."""
+        tokens = min(plan.pass_tokens, plan.num_tokens - index * plan.pass_tokens)
+        shape = (tokens, self.config.num_heads, plan.score_stride)
+        scores = self.buffers[plan.slot]["scores"][: math.prod(shape)]
+        return scores.view(shape)[:, :, : plan.blocks]
+
     def prefill_scores(self, plan: PrefillPlan) -> torch.Tensor:
         """A copy of the last pass's scores as [t, H, blocks] fp32; entries that no kernel scored are stale."""
-        tokens = plan.num_tokens - (plan.num_passes - 1) * plan.pass_tokens
-        rows = tokens * self.config.num_heads
-        scores = self.buffers[plan.slot]["scores"][: rows * plan.score_stride].clone()
-        return scores.view(tokens, self.config.num_heads, plan.score_stride)[:, :, : plan.blocks]
+        return self.pass_scores(plan, plan.num_passes - 1).clone()

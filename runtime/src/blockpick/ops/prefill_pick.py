@@ -97,20 +97,31 @@ class PrefillPick:
             plan.num_passes, plan.pass_tokens, plan.blocks * 128,
         )  # fmt: skip
 
-    def run(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
-        """Launch every pass: score, select and, where a row can have several splits, merge."""
-        _, score, pick, merge = self.launches
-        size, stream, table = q.element_size(), current_stream(q.device), plan.block_table
+    def score(self, plan: PrefillPlan, index: int, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Launch the scorer of one pass."""
+        size, table = q.element_size(), plan.block_table
         strides = (q.stride(0) * size, q.stride(1) * size, page_stride_bytes(cache), table.stride(0), plan.score_stride)
+        self.launches[1](
+            self._units, current_stream(q.device), q, cache, table, *strides, cache.shape[0], plan.num_requests,
+            index * plan.pass_tokens, index,
+        )  # fmt: skip
+
+    def select(self, plan: PrefillPlan, index: int, out_thk: torch.Tensor) -> None:
+        """Launch the selection of one pass from its scores and, where a row can have several splits, the merge."""
+        _, _, pick, merge = self.launches
         stride_t, stride_h, _ = out_thk.stride()
-        splits = self._selection.num_splits(plan.blocks)
+        stream, splits = current_stream(out_thk.device), self._selection.num_splits(plan.blocks)
+        first = index * plan.pass_tokens
+        rows = min(plan.pass_tokens, plan.num_tokens - first) * self._config.num_heads
+        pick(
+            self._selection.grid(rows, splits), stream, out_thk, stride_t, stride_h, plan.score_stride, first,
+            plan.num_tokens, splits,
+        )  # fmt: skip
+        if splits > 1:
+            merge(rows, stream, out_thk, stride_t, stride_h, first, plan.num_tokens, splits)
+
+    def run(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+        """Launch every pass: score, then select."""
         for index in range(plan.num_passes):
-            first = index * plan.pass_tokens
-            rows = min(plan.pass_tokens, plan.num_tokens - first) * self._config.num_heads
-            score(self._units, stream, q, cache, table, *strides, cache.shape[0], plan.num_requests, first, index)
-            pick(
-                self._selection.grid(rows, splits), stream, out_thk, stride_t, stride_h, plan.score_stride, first,
-                plan.num_tokens, splits,
-            )  # fmt: skip
-            if splits > 1:
-                merge(rows, stream, out_thk, stride_t, stride_h, first, plan.num_tokens, splits)
+            self.score(plan, index, q, cache)
+            self.select(plan, index, out_thk)

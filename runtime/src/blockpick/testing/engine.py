@@ -24,6 +24,7 @@ class ReferenceEngine:
         self._prefills: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._steps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scores: dict[int, torch.Tensor] = {}
+        self._prefill_scores: dict[int, torch.Tensor] = {}
 
     def memory(self) -> Memory:
         """Nothing is held beyond the planned tables."""
@@ -36,11 +37,17 @@ class ReferenceEngine:
         """Keep copies of the step's metadata."""
         self._steps[slot] = (block_table.clone(), seq_lens.clone())
 
+    def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Score in float64, round to fp32."""
+        step = (*self._steps[plan.slot], plan.query_len, self.rounding)
+        self._scores[plan.slot] = block_scores(self.config.layout, cache, q, *step).float()
+
     def decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
-        """Score in float64, round to fp32, select row by row."""
+        """Score, then select row by row."""
         config = self.config
         table, lens = self._steps[plan.slot]
-        scores = block_scores(config.layout, cache, q, table, lens, plan.query_len, self.rounding).float()
+        self.score_decode(plan, q, cache)
+        scores = self._scores[plan.slot]
         positions = query_positions(lens, plan.query_len, table.shape[1] * config.layout.page_size)
         rows = [
             select_blocks(
@@ -52,7 +59,6 @@ class ReferenceEngine:
         tokens = plan.num_requests * plan.query_len
         ids = torch.tensor(rows, dtype=torch.int32, device=out_thk.device)
         out_thk[:tokens] = ids.view(tokens, config.num_heads, config.topk)
-        self._scores[plan.slot] = scores
 
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """Scores of the last run as [B, L, H, blocks] fp32."""
@@ -65,31 +71,46 @@ class ReferenceEngine:
     def plan_prefill(self, plan: PrefillPlan, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Keep copies of the step's metadata."""
         self._prefills[plan.slot] = (cu_seqlens_q.clone(), seq_lens.clone())
+        shape = (plan.num_tokens, self.config.num_heads, plan.blocks)
+        self._prefill_scores[plan.slot] = torch.full(shape, float("nan"), device=seq_lens.device)
 
-    def prefill(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
-        """Every request as a decode batch of one, with as many queries as it has."""
+    def score_pass(self, plan: PrefillPlan, index: int, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Score every request as a decode batch of one, with as many queries as it has."""
+        layout = self.config.layout
+        cu_seqlens, lens = self._prefills[plan.slot]
+        table = plan.block_table[:, : plan.blocks // layout.blocks_per_page]
+        for b in range(plan.num_requests):
+            first, last = int(cu_seqlens[b]), int(cu_seqlens[b + 1])
+            if first < last:
+                step = (table[b : b + 1], lens[b : b + 1], last - first, self.rounding)
+                self._prefill_scores[plan.slot][first:last] = block_scores(layout, cache, q[first:last], *step)[0]
+
+    def select_pass(self, plan: PrefillPlan, index: int, out_thk: torch.Tensor) -> None:
+        """Select row by row."""
         config = self.config
         cu_seqlens, lens = self._prefills[plan.slot]
-        tokens = plan.blocks * BLOCK_TOKENS
-        shape = (plan.num_tokens, config.num_heads, plan.blocks)
-        self._prefill_scores = torch.full(shape, float("nan"), device=out_thk.device)
-        table = plan.block_table[:, : plan.blocks // config.layout.blocks_per_page]
+        options = (config.topk, config.init_blocks, config.local_blocks, config.order, config.empty_row)
         for b in range(plan.num_requests):
             first, last = int(cu_seqlens[b]), int(cu_seqlens[b + 1])
             if first == last:
                 continue
-            step = (table[b : b + 1], lens[b : b + 1], last - first)
-            scores = block_scores(config.layout, cache, q[first:last], *step, self.rounding).float()
-            self._prefill_scores[first:last] = scores[0]
-            positions = query_positions(lens[b : b + 1], last - first, tokens)[0]
-            options = (config.topk, config.init_blocks, config.local_blocks, config.order, config.empty_row)
+            positions = query_positions(lens[b : b + 1], last - first, plan.blocks * BLOCK_TOKENS)[0]
             rows = [
-                select_blocks(scores[0, i, h], int(positions[i]), *options)
+                select_blocks(self._prefill_scores[plan.slot][first + i, h], int(positions[i]), *options)
                 for i in range(last - first) for h in range(config.num_heads)
             ]  # fmt: skip
             ids = torch.tensor(rows, dtype=torch.int32, device=out_thk.device)
             out_thk[first:last] = ids.view(last - first, config.num_heads, config.topk)
 
+    def prefill(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+        """Score, then select."""
+        self.score_pass(plan, 0, q, cache)
+        self.select_pass(plan, 0, out_thk)
+
+    def pass_scores(self, plan: PrefillPlan, index: int) -> torch.Tensor:
+        """Scores of the one pass as [T, H, blocks] fp32."""
+        return self._prefill_scores[plan.slot]
+
     def prefill_scores(self, plan: PrefillPlan) -> torch.Tensor:
-        """Scores of the last prefill as [T, H, blocks] fp32."""
-        return self._prefill_scores
+        """A copy of the scores of the last prefill as [T, H, blocks] fp32."""
+        return self._prefill_scores[plan.slot].clone()
