@@ -66,7 +66,8 @@ DECODES = [
 def test_decode_matches_the_oracle(device, case):
     """Ids are the oracle's; tables are slices of wider ones, their tails and all that is unused poisoned."""
     batch = build(case).to(device)
-    assert batch.block_table.shape[0] == 1 or batch.block_table.stride(0) > batch.block_table.shape[1]
+    wide = torch.nn.functional.pad(batch.block_table, (0, 3), value=-7)
+    batch.block_table = wide[:, :-3]
     _, wanted = oracle_decode(case, batch)
     got = decode(case, batch)
     assert got.dtype == torch.int32
