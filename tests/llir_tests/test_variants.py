@@ -15,6 +15,7 @@ import torch
 from conformance import CONFORMANCE, PREFILLS, SELECTIONS, check_selection
 from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
 from fused_cases import check_fused_insert
+from sparse_cases import CASES, PREFILL, check_decode_emission, check_prefill_emission
 
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, check_batch, poison
@@ -107,6 +108,13 @@ def check_insert(machine: Any, dtype: str) -> None:
     machine.insert(layout, caches[0], keys, slots)
     insert_reference(layout, caches[1], keys, slots)
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+@by_name
+def test_emission_variants(machine: Any) -> None:
+    for case in CASES:
+        check_decode_emission(machine, case, 8)
+    check_prefill_emission(machine, PREFILL, 16)
 
 
 @by_name

@@ -16,6 +16,7 @@ from .layout import CacheLayout
 from .ops import torch_ops as _torch_ops  # noqa: F401  registers torch.ops.blockpick
 from .ops.fused_insert import qk_norm_rope_insert
 from .ops.insert import insert
+from .ops.sparse_table import SparseTable
 from .plan import DecodePlan, PrefillPlan
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "ManifestError",
     "Memory",
     "PrefillPlan",
+    "SparseTable",
     "StalePlanError",
     "UnsupportedArchError",
     "UnsupportedConfigError",

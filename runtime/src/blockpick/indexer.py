@@ -17,8 +17,9 @@ from .errors import StalePlanError, UnsupportedConfigError
 from .layout import CacheLayout
 from .manifest import installed_packages
 from .ops.engine import Engine, KernelEngine
+from .ops.sparse_table import SparseTable
 from .plan import DecodePlan, PrefillPlan
-from .step_checks import check_decode, check_prefill, check_slot, check_table, check_tokens
+from .step_checks import check_decode, check_prefill, check_slot, check_sparse_table, check_table, check_tokens
 
 MAX_ACCEPTED = 256
 _HANDLES = itertools.count()
@@ -216,8 +217,9 @@ class Indexer:
     # ---- once per layer ----
 
     def decode(
-        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *, allow_padding: bool = False
-    ) -> torch.Tensor:
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *, allow_padding: bool = False,
+        sparse_table: SparseTable | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Write the picked block ids of one layer. No allocation, no synchronisation, safe inside a graph capture.
 
         A captured decode reads the slot's buffers: before each replay, plan the slot for a batch of the captured shape
@@ -238,6 +240,8 @@ class Indexer:
             ``min(topk, n)`` distinct block ids a row, then -1.
         allow_padding : bool
             Accept ``T > B * query_len``; the rows beyond stay untouched.
+        sparse_table : SparseTable, optional
+            Also write the picked blocks as the block table of an attention over pages of 16 tokens.
 
         Returns
         -------
@@ -252,6 +256,8 @@ class Indexer:
             When the slot was planned again since.
         """
         if torch.compiler.is_compiling():
+            if sparse_table is not None:
+                raise ValueError("sparse_table: not supported inside torch.compile; call decode outside of it")
             torch.ops.blockpick.decode_pick(q, cache, out, self._handles[plan.slot], allow_padding)
             return out
         if not isinstance(plan, DecodePlan):
@@ -269,7 +275,9 @@ class Indexer:
             if len(self._accepted) >= MAX_ACCEPTED:
                 self._accepted.clear()
             self._accepted[facts] = None
-        self._engine.decode(plan, q, cache, self._tokens_first(out))
+        if sparse_table is not None:
+            check_sparse_table(self.config, self.device, sparse_table, plan.num_requests, q.shape[0], plan.table_blocks)
+        self._engine.decode(plan, q, cache, self._tokens_first(out), sparse_table)
         self._decode_calls += 1
         return out
 
@@ -335,14 +343,17 @@ class Indexer:
         stride, pass_tokens, num_passes = self._engine.prefill_geometry(blocks, num_tokens)
         self._prefill_generations[slot] += 1
         plan = PrefillPlan(
-            slot, self._prefill_generations[slot], num_requests, num_tokens, block_table, blocks, stride, pass_tokens,
-            num_passes,
+            slot, self._prefill_generations[slot], num_requests, num_tokens, cu_seqlens_q, block_table, blocks, stride,
+            pass_tokens, num_passes,
         )  # fmt: skip
         self._engine.plan_prefill(plan, cu_seqlens_q, seq_lens)
         self._prefill_plans[slot] = plan
         return plan
 
-    def prefill(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def prefill(
+        self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *,
+        sparse_table: SparseTable | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Write the picked block ids of one layer for every query of a prefill batch.
 
         Parameters
@@ -355,6 +366,8 @@ class Indexer:
             The layer's index-K cache in the indexer's layout; it holds the keys of the queries' own tokens too.
         out : torch.Tensor
             int32 [num_tokens, H, topk] (``thk``) or [H, num_tokens, topk] (``htk``), as in :meth:`decode`.
+        sparse_table : SparseTable, optional
+            As in :meth:`decode`.
 
         Returns
         -------
@@ -376,7 +389,9 @@ class Indexer:
                 f"again, or use another slot for a batch in flight (slots={self.config.slots})"
             )
         check_prefill(self.config, self.device, plan, q, cache, out)
-        self._engine.prefill(plan, q, cache, self._tokens_first(out))
+        if sparse_table is not None:
+            check_sparse_table(self.config, self.device, sparse_table, plan.num_requests, q.shape[0], plan.blocks)
+        self._engine.prefill(plan, q, cache, self._tokens_first(out), sparse_table)
         self._prefill_calls += 1
         return out
 

@@ -48,8 +48,8 @@ class PrefillPlan:
         As in :class:`DecodePlan`.
     num_requests, num_tokens : int
         Shape of the batch: ``num_tokens`` query rows of ``num_requests`` requests.
-    block_table : torch.Tensor
-        The table that was planned, kept for the launches of all layers.
+    cu_seqlens_q, block_table : torch.Tensor
+        What was planned, kept for the launches of all layers.
     blocks : int
         Blocks that a row can see at most.
     score_stride : int
@@ -62,6 +62,7 @@ class PrefillPlan:
     generation: int
     num_requests: int
     num_tokens: int
+    cu_seqlens_q: torch.Tensor
     block_table: torch.Tensor
     blocks: int
     score_stride: int

@@ -8,6 +8,7 @@ import torch
 from .checks import check_aligned, check_distinct_elements, check_int, check_last_stride, check_tensor
 from .config import IndexerConfig
 from .layout import BLOCK_TOKENS, HEAD_DIM
+from .ops.sparse_table import SparseTable
 from .plan import DecodePlan, PrefillPlan
 
 
@@ -111,3 +112,28 @@ def check_cache_and_output(
         raise ValueError(f"out: must have shape {list(expected)} ({config.out_layout}), has {list(out.shape)}")
     check_last_stride("out", out)
     check_distinct_elements("out", out)
+
+
+def check_sparse_table(
+    config: IndexerConfig, device: torch.device, sparse: SparseTable, num_requests: int, num_tokens: int, blocks: int
+) -> None:
+    """What a sparse table is written to and from, for ``num_tokens`` rows of q that can pick from ``blocks`` blocks."""
+    if not isinstance(sparse, SparseTable):
+        raise TypeError(f"sparse_table: must be a SparseTable, is {type(sparse).__name__}")
+    attention = sparse.attention_block_table
+    check_tensor("attention_block_table", attention, torch.int32, 2, device, "[B, W]")
+    check_last_stride("attention_block_table", attention)
+    if attention.shape[0] < num_requests or attention.shape[1] < blocks:
+        raise ValueError(
+            f"attention_block_table: must be at least [{num_requests}, {blocks}], one entry per block of "
+            f"{BLOCK_TOKENS} tokens, has shape {list(attention.shape)}"
+        )
+    if sparse.block_page_stride not in (8, 16):
+        raise ValueError(f"block_page_stride: must be 8 or 16, is {sparse.block_page_stride!r}")
+    rows = num_tokens * config.num_heads
+    for name, tensor, shape in (
+        ("table", sparse.table, (rows, config.topk * 8)), ("context_lens", sparse.context_lens, (rows,)),
+    ):  # fmt: skip
+        check_tensor(name, tensor, torch.int32, len(shape), device, str(list(shape)))
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous {list(shape)}, has shape {list(tensor.shape)}")

@@ -103,7 +103,9 @@ class PrefillBatch:
         Lengths are made from the prefixes, which say where the queries sit also where a request has tokens behind them.
         """
         stride, pass_tokens, passes = shared.engine.prefill_geometry(blocks, self.tokens)
-        plan = PrefillPlan(0, 0, self.requests, self.tokens, table, blocks, stride, pass_tokens, passes)
+        plan = PrefillPlan(
+            0, 0, self.requests, self.tokens, self.cu_seqlens_q, table, blocks, stride, pass_tokens, passes
+        )
         shared.engine.plan_prefill(plan, self.cu_seqlens_q, self.prefix_lens + self.cu_seqlens_q.diff())
         return plan
 

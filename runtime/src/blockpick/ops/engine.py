@@ -16,6 +16,7 @@ from ..dispatch import Choice, find_package, load
 from ..plan import DecodePlan, PrefillPlan, SlotSizes
 from .decode_pick import DecodePick, select_decode, units_per_length
 from .prefill_pick import PrefillPick, select_prefill
+from .sparse_table import Emission, SparseTable, select_emission
 
 
 class Engine(Protocol):
@@ -34,8 +35,11 @@ class Engine(Protocol):
     def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Prepare the slot for a decode step; tensors are checked."""
 
-    def decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
-        """Write ids; tensors are checked, ``out_thk`` is a [T, H, topk] view."""
+    def decode(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
+        """Write ids, and the sparse table if asked; tensors are checked, ``out_thk`` is a [T, H, topk] view."""
 
     def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
         """Score without selecting; tensors are checked. :meth:`scores` shows the result."""
@@ -49,8 +53,11 @@ class Engine(Protocol):
     def plan_prefill(self, plan: PrefillPlan, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Prepare the plan's slot for a prefill step; tensors are checked."""
 
-    def prefill(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
-        """Write ids; tensors are checked, ``out_thk`` is a [T, H, topk] view."""
+    def prefill(
+        self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
+        """Write ids, and the sparse table if asked; tensors are checked, ``out_thk`` is a [T, H, topk] view."""
 
     def score_pass(self, plan: PrefillPlan, index: int, q: torch.Tensor, cache: torch.Tensor) -> None:
         """Score one pass of a prefill without selecting; tensors are checked. :meth:`pass_scores` shows the result."""
@@ -77,7 +84,8 @@ class KernelEngine:
         self.numerics = config.numerics(self.rounding, package.prefill_fp8)
         self.decode_kernels = select_decode(package, config, route)
         self.prefill_kernels = select_prefill(package, config, route) if config.max_prefill_tokens else None
-        self.choices = self.decode_kernels.choices
+        emission = select_emission(package, config, route)
+        self.choices = (*self.decode_kernels.choices, emission)
         tile_tokens = 1
         if self.prefill_kernels is not None:
             self.choices += self.prefill_kernels.choices
@@ -99,6 +107,8 @@ class KernelEngine:
         self.buffers = [self.sizes.allocate(self.device) for _ in range(self.config.slots)]
         arguments = self.config, self._compute_units
         self.decodes = [DecodePick(self.decode_kernels, *arguments, slot, self._bind) for slot in self.buffers]
+        emission = next(choice for choice in self.choices if choice.role == "emit_sparse_table")
+        self.emissions = [Emission(emission, self.config, slot, self._bind) for slot in self.buffers]
         self.prefills: list[PrefillPick] = []
         if self.prefill_kernels is not None:
             self.prefills = [PrefillPick(self.prefill_kernels, *arguments, slot, self._bind) for slot in self.buffers]
@@ -111,10 +121,15 @@ class KernelEngine:
         with on_device(self.device):
             self.decodes[slot].plan(block_table, seq_lens, query_len)
 
-    def decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+    def decode(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
         """Launch one layer's decode."""
         with on_device(self.device):
             self.decodes[plan.slot].run(plan, q, cache, out_thk)
+            if sparse is not None:
+                self.emissions[plan.slot].decode(plan, sparse, out_thk)
 
     def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
         """Launch one layer's decode scorer only."""
@@ -137,10 +152,15 @@ class KernelEngine:
         with on_device(self.device):
             self.prefills[plan.slot].plan(plan, cu_seqlens_q, seq_lens)
 
-    def prefill(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+    def prefill(
+        self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
         """Launch one layer's prefill."""
         with on_device(self.device):
             self.prefills[plan.slot].run(plan, q, cache, out_thk)
+            if sparse is not None:
+                self.emissions[plan.slot].prefill(plan, sparse, out_thk)
 
     def score_pass(self, plan: PrefillPlan, index: int, q: torch.Tensor, cache: torch.Tensor) -> None:
         """Launch the scorer of one pass of a prefill."""

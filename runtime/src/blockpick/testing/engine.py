@@ -8,8 +8,9 @@ import torch
 from ..config import IndexerConfig, Memory
 from ..dispatch import Choice
 from ..layout import BLOCK_TOKENS
+from ..ops.sparse_table import SparseTable
 from ..plan import DecodePlan, PrefillPlan, score_stride
-from .reference import block_scores, query_positions, select_blocks
+from .reference import block_scores, query_positions, select_blocks, sparse_row
 
 
 class ReferenceEngine:
@@ -42,7 +43,10 @@ class ReferenceEngine:
         step = (*self._steps[plan.slot], plan.query_len, self.rounding)
         self._scores[plan.slot] = block_scores(self.config.layout, cache, q, *step).float()
 
-    def decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+    def decode(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
         """Score, then select row by row."""
         config = self.config
         table, lens = self._steps[plan.slot]
@@ -59,6 +63,9 @@ class ReferenceEngine:
         tokens = plan.num_requests * plan.query_len
         ids = torch.tensor(rows, dtype=torch.int32, device=out_thk.device)
         out_thk[:tokens] = ids.view(tokens, config.num_heads, config.topk)
+        if sparse is not None:
+            for b in range(plan.num_requests):
+                emit(sparse, out_thk, b * plan.query_len, b, positions[b].tolist())
 
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """Scores of the last run as [B, L, H, blocks] fp32."""
@@ -102,10 +109,19 @@ class ReferenceEngine:
             ids = torch.tensor(rows, dtype=torch.int32, device=out_thk.device)
             out_thk[first:last] = ids.view(last - first, config.num_heads, config.topk)
 
-    def prefill(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+    def prefill(
+        self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
         """Score, then select."""
         self.score_pass(plan, 0, q, cache)
         self.select_pass(plan, 0, out_thk)
+        if sparse is not None:
+            cu_seqlens, lens = self._prefills[plan.slot]
+            for b in range(plan.num_requests):
+                first, last = int(cu_seqlens[b]), int(cu_seqlens[b + 1])
+                positions = query_positions(lens[b : b + 1], last - first, plan.blocks * BLOCK_TOKENS)[0]
+                emit(sparse, out_thk, first, b, positions.tolist())
 
     def pass_scores(self, plan: PrefillPlan, index: int) -> torch.Tensor:
         """Scores of the one pass as [T, H, blocks] fp32."""
@@ -114,3 +130,14 @@ class ReferenceEngine:
     def prefill_scores(self, plan: PrefillPlan) -> torch.Tensor:
         """A copy of the scores of the last prefill as [T, H, blocks] fp32."""
         return self._prefill_scores[plan.slot].clone()
+
+
+def emit(sparse: SparseTable, out_thk: torch.Tensor, first: int, request: int, positions: list[int]) -> None:
+    """The sparse table of one request's queries, which begin at token ``first``."""
+    heads = out_thk.shape[1]
+    for token, position in enumerate(positions, first):
+        for head in range(heads):
+            attention = sparse.attention_block_table[request]
+            pages, tokens = sparse_row(out_thk[token, head].tolist(), position, attention, sparse.block_page_stride)
+            sparse.table[token * heads + head] = torch.tensor(pages, dtype=torch.int32)
+            sparse.context_lens[token * heads + head] = tokens

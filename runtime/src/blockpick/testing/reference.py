@@ -79,6 +79,22 @@ def insert_reference(
         whole[first : first + 8] = scales[t]
 
 
+def sparse_row(
+    ids: list[int], position: int, attention_row: torch.Tensor, block_page_stride: int
+) -> tuple[list[int], int]:
+    """Page entries and context length of one row of picked ids for a query at ``position``."""
+    if position < 0:
+        return [0] * (len(ids) * 8), 0
+    own = position // BLOCK_TOKENS
+    picked = [block for block in ids if block >= 0]
+    full = [block for block in picked if block != own]
+    pages = [
+        int(attention_row[block]) * block_page_stride + j for block in full + [own] * (own in picked) for j in range(8)
+    ]
+    tokens = len(full) * 128 + position + 1 - own * 128 if own in picked else min(len(picked) * 128, position + 1)
+    return pages + [0] * (len(ids) * 8 - len(pages)), tokens
+
+
 def norm_rope_reference(
     x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
