@@ -263,7 +263,9 @@ def test_required_memory_is_what_is_allocated(executor, dtype):
                 layout, device=executor.device, backend=executor.backend, arch=executor.arch, **options
             )
         indexer = executor.indexer(layout, **options)
-        held = sum(t.numel() * t.element_size() for slot in indexer._engine.buffers for t in slot.values())
+        tensors = [t for slot in indexer._engine.buffers for t in slot.values()]
+        tensors += [t for staging in indexer._staging for t in (staging.starts, staging._ring)]
+        held = sum(t.numel() * t.element_size() for t in tensors)
         assert stated == indexer.memory()
         assert stated.total_bytes == held
 

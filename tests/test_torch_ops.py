@@ -7,9 +7,11 @@ import gc
 
 import pytest
 import torch
+from fused_cases import rows
 
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build
+from blockpick.testing.prefill_cases import PrefillCase, build_prefill
 
 DISPATCH_TESTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -74,3 +76,42 @@ def test_handles(one_executor):
     gc.collect()
     with pytest.raises(ValueError, match=f"{handle} belongs to no live Indexer"):
         torch.ops.blockpick.decode_pick(q, cache, out, handle)
+
+
+def planned_prefill(executor):
+    """An indexer with a prefill plan, its batch, and the ids of a direct prefill."""
+    case = PrefillCase("ops", "bf16", ((5, 2300), (3, 100)), data="integer")
+    indexer, batch = executor.indexer(case.layout(), **case.options()), build_prefill(case).to(executor.device)
+    plan = indexer.plan_prefill(batch.cu_seqlens_q, batch.seq_lens, batch.block_table, num_tokens=8)
+    return indexer, plan, batch, indexer.prefill(plan, batch.q, batch.cache, torch.empty_like(batch.out))
+
+
+def test_opcheck_prefill_pick(one_executor):
+    indexer, _, batch, expected = planned_prefill(one_executor)
+    out = torch.empty_like(expected)
+    torch.library.opcheck(torch.ops.blockpick.prefill_pick, (batch.q, batch.cache, out, indexer.handle()))
+    with pytest.raises(ValueError, match="slot 0 of the indexer has no plan"):
+        torch.ops.blockpick.decode_pick(batch.q, batch.cache, out, indexer.handle())
+
+
+def test_prefill_in_a_full_graph(one_executor):
+    indexer, plan, batch, expected = planned_prefill(one_executor)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, cache, out):
+        indexer.prefill(plan, q + 0, cache, out)
+        return out * 1
+
+    assert torch.equal(step(batch.q, batch.cache, torch.empty_like(expected)), expected)
+
+
+def test_opcheck_fused_insert(one_executor):
+    """auto is the reference on the CPU; the kernels' own path is covered by test_fused_insert."""
+    call = rows(6, 2, one_executor.device)
+    cache = CacheLayout("bf16").empty(5, one_executor.device)
+    cache.zero_()
+    q_out = torch.zeros(6, 2, 128, dtype=torch.bfloat16, device=one_executor.device)
+    columns = {"qkv": call["qkv"].nan_to_num(0.0)}  # the schema test compares arguments, NaN with NaN
+    tensors = [{**call, **columns}[n] for n in ("slot_mapping", "positions", "cos_sin", "q_weight", "k_weight")]
+    arguments = (cache, columns["qkv"], q_out, *tensors, call["q_column"], call["k_column"], 1e-6, "bf16", 128)
+    torch.library.opcheck(torch.ops.blockpick.qk_norm_rope_insert, arguments)

@@ -34,8 +34,6 @@ def e2m1_to_f16(code):
     """4-bit e2m1 codes (in the low nibble) to f16: the three magnitude bits are an f16 that is 2^14 too small."""
     bits = ((code & 8) << 12) | ((code & 7) << 9)
     return bits.to(tl.float16, bitcast=True) * 16384.0
-
-
 @triton.jit
 def load_queries(q_ptrs, mask_c, INTERPRETED: tl.constexpr):
     """e4m3fn queries in f16, as two [64, COLUMNS] operands: even and odd dims, like the nibbles of the cache."""

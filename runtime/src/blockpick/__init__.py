@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """blockpick: the block indexer of MiniMax M3's sparse attention as a kernel library for serving engines."""
 
+from .cache_check import CacheFault
 from .config import IndexerConfig, Memory
 from .errors import (
     BlockpickError,
@@ -18,11 +19,13 @@ from .ops.fused_insert import qk_norm_rope_insert
 from .ops.insert import insert
 from .ops.sparse_table import SparseTable
 from .plan import DecodePlan, PrefillPlan
+from .step import StepPlan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockpickError",
+    "CacheFault",
     "CacheLayout",
     "DecodePlan",
     "DriverError",
@@ -34,6 +37,7 @@ __all__ = [
     "PrefillPlan",
     "SparseTable",
     "StalePlanError",
+    "StepPlan",
     "UnsupportedArchError",
     "UnsupportedConfigError",
     "insert",

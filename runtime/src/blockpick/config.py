@@ -48,6 +48,8 @@ class IndexerConfig:
     max_prefill_tokens: int = 0
     workspace_bytes: int = 1 << 28
     prefill_numerics: str | None = None
+    topk_every: int = 1
+    topk_offset: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, CacheLayout):
@@ -82,6 +84,8 @@ class IndexerConfig:
         between("slots", 1, 16)
         between("max_prefill_tokens", 0, MAX_PREFILL_TOKENS)
         between("workspace_bytes", 1, 1 << 40)
+        between("topk_every", 1, 1 << 16)
+        between("topk_offset", 0, 1 << 16)
         if self.init_blocks + self.local_blocks > self.topk:
             raise UnsupportedConfigError(
                 f"Indexer: init_blocks={self.init_blocks} + local_blocks={self.local_blocks} > topk={self.topk}; "
@@ -142,6 +146,10 @@ class IndexerConfig:
             )
         default = "fp8" if operands_are_e4m3 and self.layout.dtype in fp8_caches else "strict"
         return self.prefill_numerics or default
+
+    def picks(self, layer: int) -> bool:
+        """Whether sparse layer number ``layer`` picks; others reuse what the last picking layer wrote."""
+        return max(layer - self.topk_offset, 0) % self.topk_every == 0
 
     @property
     def unscored_blocks(self) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .cache_check import CacheFault, check_cache
 from .checks import check_int, check_not_capturing, resolve_device
 from .config import BACKENDS, IndexerConfig, Memory
 from .device import binary_loader, describe, torch_vendor
@@ -19,6 +21,7 @@ from .manifest import installed_packages
 from .ops.engine import Engine, KernelEngine
 from .ops.sparse_table import SparseTable
 from .plan import DecodePlan, PrefillPlan
+from .step import StepPlan, StepStaging, check_starts, split_step
 from .step_checks import check_decode, check_prefill, check_slot, check_sparse_table, check_table, check_tokens
 
 MAX_ACCEPTED = 256
@@ -62,6 +65,9 @@ class Indexer:
         How prefill multiplies e4m3 numbers (e4m3fn caches, NVFP4 rounded to e4m3): by the fp8 MMA, about twice as fast
         and on Hopper up to 5e-4 off the largest score, or exactly as decode does, in f16. The architecture's default if
         None. Other keys are always multiplied strictly.
+    topk_every, topk_offset : int
+        Cross-layer sharing: sparse layer n reuses the last selection when ``max(n - topk_offset, 0) % topk_every`` is
+        not 0; :meth:`picks` answers for a layer.
     slots : int
         Batches that may be in flight at once (two streams, dual-batch overlap); each has its own buffers.
     device : torch.device or str
@@ -90,16 +96,18 @@ class Indexer:
         max_requests: int = 256, max_query_len: int = 1, max_seq_len: int = 1 << 20, order: str = "score",
         out_layout: str = "thk", empty_row: str = "minus_one", nvfp4_rounding: str | None = None, slots: int = 1,
         max_prefill_tokens: int = 0, workspace_bytes: int = 1 << 28, prefill_numerics: str | None = None,
+        topk_every: int = 1, topk_offset: int = 0,
         device: torch.device | str = "cuda", backend: str = "auto", allow_jit: bool = False, arch: str | None = None,
     ) -> None:  # fmt: skip
         self.config = IndexerConfig(
             layout, num_heads, topk, init_blocks, local_blocks, max_requests, max_query_len, max_seq_len, order,
             out_layout, empty_row, nvfp4_rounding, slots, max_prefill_tokens, workspace_bytes,
-            prefill_numerics,
+            prefill_numerics, topk_every, topk_offset,
         )  # fmt: skip
         self.device = resolve_device(device)
         self._engine, self.route, self._reason = make_engine(self.config, self.device, backend, allow_jit, arch)
         self._engine.allocate()
+        self._staging = [StepStaging(self.config, self.device) for _ in range(self.config.slots)]
         self._generations = [0] * self.config.slots
         self._plans: list[DecodePlan | None] = [None] * self.config.slots
         self._prefill_generations = [0] * self.config.slots
@@ -121,7 +129,8 @@ class Indexer:
         For an engine's memory profiling. Takes the constructor's arguments and raises what it would raise.
         """
         config = IndexerConfig(layout, **options)
-        return make_engine(config, resolve_device(device), backend, allow_jit, arch)[0].memory()
+        items = make_engine(config, resolve_device(device), backend, allow_jit, arch)[0].memory().items
+        return Memory(items + StepStaging.memory(config))
 
     # ---- what was decided ----
 
@@ -157,7 +166,20 @@ class Indexer:
 
     def memory(self) -> Memory:
         """Every byte that this indexer holds, by purpose."""
-        return self._engine.memory()
+        return Memory(self._engine.memory().items + StepStaging.memory(self.config))
+
+    def picks(self, layer: int) -> bool:
+        """Whether sparse layer number ``layer`` (from 0) picks, or reuses the last selection (see ``topk_every``).
+
+        A reusing layer's index cache needs no keys: its pages keep the layout but hold nothing that is read.
+        """
+        return self.config.picks(layer)
+
+    def check_cache(
+        self, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, limit: int = 100
+    ) -> list[CacheFault]:
+        """What in a layer's cache can't have been inserted; see :func:`blockpick.cache_check.check_cache`."""
+        return check_cache(self.config.layout, cache, block_table, seq_lens, limit)
 
     def stats(self) -> dict[str, Any]:
         """Route and call counts so far, kept on the host: no synchronisation."""
@@ -214,7 +236,91 @@ class Indexer:
         self._plans[slot] = plan
         return plan
 
+    def plan_step(
+        self, query_start_loc: torch.Tensor | Sequence[int], seq_lens: torch.Tensor, block_table: torch.Tensor, *,
+        num_tokens: int | None = None, max_seq_len: int | None = None, slot: int = 0,
+    ) -> StepPlan:  # fmt: skip
+        """Plan an engine's step from decode-first metadata: uniform decodes, then everything else as prefill.
+
+        The leading requests with one query length of at most ``max_query_len`` are decoded; requests without queries at
+        the end pad a captured decode batch. The device buffers that a captured decode reads never move.
+
+        Parameters
+        ----------
+        query_start_loc : torch.Tensor or sequence of int
+            On the host, [B + 1], ascending from 0: where each request's queries begin.
+        seq_lens : torch.Tensor
+            int32 [B], contiguous, on the device; the queries included. Nothing is read back.
+        block_table : torch.Tensor
+            int32 [B, W], last stride 1, on the device.
+        num_tokens : int, optional
+            Rows of q, if more than ``query_start_loc[-1]``: the rest is padding.
+        max_seq_len, slot
+            As for :meth:`plan_prefill`.
+
+        Returns
+        -------
+        StepPlan
+            Pass it to :meth:`pick`, once per layer.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument, before anything is launched.
+        UnsupportedConfigError
+            When there are prefill requests and the indexer was built without ``max_prefill_tokens``.
+        RuntimeError
+            Inside a graph capture.
+        """
+        check_not_capturing(self.device, "plan_step")
+        check_slot(self.config, slot)
+        num_requests, _ = check_table(self.config, self.device, block_table, seq_lens)
+        starts = check_starts(query_start_loc, num_requests)
+        decodes, query_len = split_step(starts, self.config.max_query_len)
+        decode = prefill = None
+        if decodes:
+            decode = self.plan_decode(block_table[:decodes], seq_lens[:decodes], query_len=query_len, slot=slot)
+        first = starts[decodes] if decodes < num_requests else decodes * query_len
+        rest = max(starts[-1] if num_tokens is None else num_tokens, first) - first
+        if decodes < num_requests and rest:
+            staged = self._staging[slot].stage(starts[decodes:])
+            prefill = self.plan_prefill(
+                staged, seq_lens[decodes:], block_table[decodes:], num_tokens=rest, max_seq_len=max_seq_len, slot=slot
+            )
+        return StepPlan(decode, prefill, decodes, num_requests - decodes, decodes * query_len, rest if prefill else 0)
+
     # ---- once per layer ----
+
+    def pick(self, step: StepPlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the picked block ids of one layer of a planned step: :meth:`decode`, then :meth:`prefill`.
+
+        Parameters
+        ----------
+        step : StepPlan
+            The slot's current step.
+        q, cache, out
+            As for :meth:`decode`; ``q`` has the step's decode and prefill rows, and rows of padding if there is no
+            prefill.
+
+        Returns
+        -------
+        torch.Tensor
+            ``out``.
+
+        Raises
+        ------
+        TypeError, ValueError, StalePlanError
+            As :meth:`decode` and :meth:`prefill`.
+        """
+        split, end = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
+        rows = 0 if self.config.out_layout == "thk" else 1
+        if step.decode is not None:
+            last = split if step.prefill is not None else len(q)
+            decoded = out.narrow(rows, 0, last) if last < len(q) else out
+            self.decode(step.decode, q[:last], cache, decoded, allow_padding=True)
+        if step.prefill is not None:
+            self.prefill(step.prefill, q[split:end], cache, out.narrow(rows, split, end - split))
+        return out
 
     def decode(
         self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *, allow_padding: bool = False,
@@ -381,6 +487,11 @@ class Indexer:
         StalePlanError
             When the slot was planned for prefill again since.
         """
+        if torch.compiler.is_compiling():
+            if sparse_table is not None:
+                raise ValueError("sparse_table: not supported inside torch.compile; call prefill outside of it")
+            torch.ops.blockpick.prefill_pick(q, cache, out, self._handles[plan.slot])
+            return out
         if not isinstance(plan, PrefillPlan):
             raise TypeError(f"plan: must be a PrefillPlan, is {type(plan).__name__}")
         if plan not in self._prefill_plans:
@@ -454,6 +565,21 @@ def _default_rounding(device: torch.device, arch: str | None) -> str:
     return packages[arch].nvfp4_rounding if arch in packages else "exact"
 
 
+def find_prefill(handle: int) -> tuple[Indexer, PrefillPlan]:
+    """The indexer and current prefill plan behind a handle.
+
+    Raises
+    ------
+    ValueError
+        When the handle is unknown, its indexer is gone, or its slot was never planned for prefill.
+    """
+    indexer, slot = find_indexer(handle)
+    plan = indexer._prefill_plans[slot]
+    if plan is None:
+        raise ValueError(f"handle: slot {slot} of the indexer has no prefill plan; call plan_prefill first")
+    return indexer, plan
+
+
 def find_slot(handle: int) -> tuple[Indexer, DecodePlan]:
     """The indexer and current plan behind a handle.
 
@@ -462,11 +588,17 @@ def find_slot(handle: int) -> tuple[Indexer, DecodePlan]:
     ValueError
         When the handle is unknown, its indexer is gone, or its slot was never planned.
     """
-    reference, slot = _SLOTS.get(handle, (None, 0))
-    indexer = reference() if reference is not None else None
-    if indexer is None:
-        raise ValueError(f"handle: {handle} belongs to no live Indexer")
+    indexer, slot = find_indexer(handle)
     plan = indexer._plans[slot]
     if plan is None:
         raise ValueError(f"handle: slot {slot} of the indexer has no plan; call plan_decode first")
     return indexer, plan
+
+
+def find_indexer(handle: int) -> tuple[Indexer, int]:
+    """The live indexer and the slot behind a handle."""
+    reference, slot = _SLOTS.get(handle, (None, 0))
+    indexer = reference() if reference is not None else None
+    if indexer is None:
+        raise ValueError(f"handle: {handle} belongs to no live Indexer")
+    return indexer, slot

@@ -15,6 +15,8 @@ CACHE_DTYPES = ("bf16", "e4m3fn", "nvfp4")
 TOKEN_BYTES = {"bf16": 256, "e4m3fn": 128, "nvfp4": 72}
 PAGE_SIZES = (128, 256)
 SHARDS = (1, 2, 4, 8)
+FORMAT_VERSION = 1  # of the stored bytes
+QUANTISERS = {"bf16": "none", "e4m3fn": "cast-rne-sat448", "nvfp4": "amax6-e4m3-floor2^-9-e2m1-rne"}
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,18 @@ class CacheLayout:
         if not 0 <= page < cache.shape[0]:
             raise ValueError(f"page: {page} is outside the cache of {cache.shape[0]} pages")
         return page * page_stride_bytes(cache), self.page_bytes
+
+    def fingerprint(self) -> str:
+        """What two instances must agree on before one's pages are moved to the other, in one comparable line.
+
+        Version of the format, dtype, tokens of a page, shards, rows of a stored page and of a segment, bytes of a page,
+        and the quantiser's rule. Compare it before any transfer: pages of another layout would be read as noise.
+        """
+        return (
+            f"blockpick-index-k/{FORMAT_VERSION} dtype={self.dtype} page_size={self.page_size} shards={self.shards} "
+            f"page_rows={self.page_rows} segment_rows={self.segment_rows} page_bytes={self.page_bytes} "
+            f"quantiser={QUANTISERS[self.dtype]}"
+        )
 
     def check(self, cache: torch.Tensor, name: str = "cache") -> None:
         """Raise ``TypeError`` or ``ValueError`` naming the argument ``name`` unless the tensor has this layout.
