@@ -19,11 +19,19 @@ class Matrix:
     variants: tuple[Variant, ...]
 
     def matching(self, patterns: Iterable[str]) -> tuple[Variant, ...]:
-        """The variants whose name contains, or as a glob matches, any of ``patterns``; all without patterns."""
+        """The variants that any of ``patterns`` names; all without patterns.
+
+        A whole name names itself only; any other pattern names what contains it or matches it as a glob.
+        """
         wanted = list(patterns)
         if not wanted:
             return self.variants
-        found = tuple(v for v in self.variants if any(p in v.name or fnmatch(v.name, p) for p in wanted))
+        names = {variant.name for variant in self.variants}
+
+        def named(name: str, pattern: str) -> bool:
+            return name == pattern if pattern in names else pattern in name or fnmatch(name, pattern)
+
+        found = tuple(v for v in self.variants if any(named(v.name, pattern) for pattern in wanted))
         if not found:
             raise DefinitionError(f"no variant matches {' '.join(wanted)}")
         return found
