@@ -113,8 +113,9 @@ def test_unpopulated_table_is_safe(executor):
 def test_memory_states_every_buffer(executor):
     """``memory()`` is what the buffers hold."""
     indexer = executor.indexer(CacheLayout("bf16"), max_requests=3, max_seq_len=5000, max_query_len=2, slots=2)
-    held = sum(t.numel() * t.element_size() for buffers in indexer._engine.buffers for t in buffers.values())
-    assert indexer.memory().total_bytes == held
+    tensors = [t for buffers in indexer._engine.buffers for t in buffers.values()]
+    tensors += [t for staging in indexer._staging for t in (staging.starts, staging._ring)]
+    assert indexer.memory().total_bytes == sum(t.numel() * t.element_size() for t in tensors)
     assert "scores" in str(indexer.memory())
 
 
