@@ -159,7 +159,7 @@ def test_a_fault_fails_the_device_like_a_real_one(machine):
     with Inserts(device, loader) as inserts:
         inserts.launch(0, keys=inserts.keys[0].clone())
         assert int(device.hip.hipDeviceSynchronize()[0]) == 700
-        with pytest.raises(DriverError, match="hipErrorLaunchFailure"):
+        with pytest.raises(DriverError, match="hipErrorIllegalAddress"):
             inserts.launch(0)
         assert "no such memory" in str(device.trap) or "beyond a range" in str(device.trap)
         device.reset()

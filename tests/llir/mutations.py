@@ -14,6 +14,7 @@ BPERMUTE = re.compile(r"(@llvm\.amdgcn\.ds\.bpermute\()(i32 )(%[\w.]+)")
 LDS_STEP = re.compile(r"(getelementptr (?:inbounds )?(?:nuw )?i8, ptr addrspace\(3\) [%@][\w.]+, i32 )(\d+)")
 XOR = re.compile(r"(= xor i32 %[\w.]+, )(8|16|32|64|128|256|512)$", re.M)
 MFMA = re.compile(r"(%[\w.]+ = .*@llvm\.amdgcn\.mfma\.[^(]*\(<(\d) x (\w+)> )(%[\w.]+)(, .*<4 x float> )(%[\w.]+)(,.*)")
+STEP = re.compile(MFMA.pattern.replace(r"<4 x float> )(%[\w.]+)(,.*)", r"<4 x float> )(%[\w.]+|zeroinitializer)(,.*)"))
 STORE = re.compile(r"^  store <(\d+) x (\w+)> (%[\w.]+), (ptr addrspace\(1\) %[\w.]+)(, align \d+)", re.M)
 BUFFER_STORE = re.compile(
     r"^(.*raw\.ptr\.buffer\.store\.(i32|i64)\(i\d+ %[\w.]+, ptr addrspace\(8\) %[\w.]+, i32 )(%[\w.]+)(,.*)", re.M
@@ -72,8 +73,8 @@ OTHER_LANES = {"177": "78", "78": "177", "27": "177", "296": "292", "321": "320"
 
 def twice(text: str) -> Planted:
     """A matrix step that takes another step's operand."""
-    operands = [match[4] for match in MFMA.finditer(text)]
-    yield from edits(MFMA, lambda m: f"{m[1]}{next((o for o in operands if o != m[4]), m[4])}{m[5]}{m[6]}{m[7]}")(text)
+    operands = [match[4] for match in STEP.finditer(text)]
+    yield from edits(STEP, lambda m: f"{m[1]}{next((o for o in operands if o != m[4]), m[4])}{m[5]}{m[6]}{m[7]}")(text)
 
 
 def thread_register(text: str) -> str:
