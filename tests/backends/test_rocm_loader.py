@@ -161,7 +161,8 @@ def test_a_fault_fails_the_device_like_a_real_one(machine):
         assert int(device.hip.hipDeviceSynchronize()[0]) == 700
         with pytest.raises(DriverError, match="hipErrorIllegalAddress"):
             inserts.launch(0)
-        assert "no such memory" in str(device.trap) or "beyond a range" in str(device.trap)
+        # where the wild address lies among the visible tensors differs from run to run
+        assert any(words in str(device.trap) for words in ("no such memory", "below all memory", "beyond a range"))
         device.reset()
 
 
