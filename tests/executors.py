@@ -142,7 +142,7 @@ class IrExecutor(Executor):
         standin().seed = self.seed
         with environment(**{DEVICES: self.devices}), pytest.MonkeyPatch.context() as patch, super().active():
             (device,) = loader.devices()
-            for module in ("blockpick.indexer", "blockpick.ops.insert"):
+            for module in ("blockpick.engines", "blockpick.ops.insert"):
                 patch.setattr(f"{module}.describe", lambda *_: device)
             yield
 

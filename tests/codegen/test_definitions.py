@@ -108,3 +108,10 @@ def test_the_readme_states_the_variant_counts():
     from blockpick_codegen.__main__ import count_table
 
     assert count_table(MATRIX) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_selection_cuts_rows_alike(target):
+    """Decode and prefill share the keys that splits leave, and one merge: all selections of a target have its splits."""
+    ops = [op for op in MATRIX.ops.values() if op.role in ("select_blocks", "select_rows") and target in op.targets]
+    assert len({op.tuned(target, chosen)["chunk"] for op in ops for chosen in op.combinations(target)}) == 1

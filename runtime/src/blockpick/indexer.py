@@ -3,30 +3,25 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from . import handles
 from .cache_check import CacheFault, check_cache
 from .checks import check_int, check_not_capturing, resolve_device
-from .config import BACKENDS, IndexerConfig, Memory
-from .device import binary_loader, describe, torch_vendor
-from .dispatch import Choice, interpreted_arch, pick_route
+from .config import IndexerConfig, Memory
+from .dispatch import Choice
+from .engines import make_engine
 from .errors import StalePlanError, UnsupportedConfigError
 from .layout import CacheLayout
-from .manifest import installed_packages
-from .ops.engine import Engine, KernelEngine
 from .ops.sparse_table import SparseTable
 from .plan import DecodePlan, PrefillPlan
 from .step import StepPlan, StepStaging, check_starts, split_step
 from .step_checks import check_decode, check_prefill, check_slot, check_sparse_table, check_table, check_tokens
 
 MAX_ACCEPTED = 256
-_HANDLES = itertools.count()
-_SLOTS: dict[int, tuple[weakref.ref[Indexer], int]] = {}  # handle -> (indexer, slot), for torch.ops.blockpick
 
 
 class Indexer:
@@ -107,17 +102,15 @@ class Indexer:
         self.device = resolve_device(device)
         self._engine, self.route, self._reason = make_engine(self.config, self.device, backend, allow_jit, arch)
         self._engine.allocate()
-        self._staging = [StepStaging(self.config, self.device) for _ in range(self.config.slots)]
+        staged = self.config.slots if self.config.max_prefill_tokens else 0
+        self._staging = [StepStaging(self.config, self.device) for _ in range(staged)]
         self._generations = [0] * self.config.slots
         self._plans: list[DecodePlan | None] = [None] * self.config.slots
         self._prefill_generations = [0] * self.config.slots
         self._prefill_plans: list[PrefillPlan | None] = [None] * self.config.slots
         self._accepted: dict[object, None] = {}  # facts of arguments that passed the checks
         self._decode_calls = self._prefill_calls = 0
-        self._handles = [next(_HANDLES) for _ in range(self.config.slots)]
-        for slot, handle in enumerate(self._handles):
-            _SLOTS[handle] = (weakref.ref(self), slot)
-            weakref.finalize(self, _SLOTS.pop, handle)
+        self._handles = handles.register(self, self.config.slots)
 
     @staticmethod
     def required_memory(
@@ -283,6 +276,7 @@ class Indexer:
         first = starts[decodes] if decodes < num_requests else decodes * query_len
         rest = max(starts[-1] if num_tokens is None else num_tokens, first) - first
         if decodes < num_requests and rest:
+            self._check_prefills("plan_step")
             staged = self._staging[slot].stage(starts[decodes:])
             prefill = self.plan_prefill(
                 staged, seq_lens[decodes:], block_table[decodes:], num_tokens=rest, max_seq_len=max_seq_len, slot=slot
@@ -375,14 +369,19 @@ class Indexer:
                 f"{', '.join(f'generation {number} in slot {slot}' for slot, number in enumerate(held))}. "
                 f"Plan again, or use another slot for a batch in flight (slots={self.config.slots})."
             )
-        facts = (plan.num_requests, plan.query_len, allow_padding, _facts(q), _facts(cache), _facts(out))
+        facts = (
+            plan.num_requests, plan.query_len, plan.table_blocks, allow_padding, _facts(q), _facts(cache), _facts(out),
+            _sparse_facts(sparse_table),
+        )  # fmt: skip
         if facts not in self._accepted:
             check_decode(self.config, self.device, plan, q, cache, out, allow_padding)
+            if sparse_table is not None:
+                check_sparse_table(
+                    self.config, self.device, sparse_table, plan.num_requests, q.shape[0], plan.table_blocks
+                )
             if len(self._accepted) >= MAX_ACCEPTED:
                 self._accepted.clear()
             self._accepted[facts] = None
-        if sparse_table is not None:
-            check_sparse_table(self.config, self.device, sparse_table, plan.num_requests, q.shape[0], plan.table_blocks)
         self._engine.decode(plan, q, cache, self._tokens_first(out), sparse_table)
         self._decode_calls += 1
         return out
@@ -441,8 +440,7 @@ class Indexer:
         """
         check_not_capturing(self.device, "plan_prefill")
         config = self.config
-        if not config.max_prefill_tokens:
-            raise UnsupportedConfigError("plan_prefill: this indexer was built for decode; pass max_prefill_tokens")
+        self._check_prefills("plan_prefill")
         check_slot(config, slot)
         num_requests, width = check_table(config, self.device, block_table, seq_lens)
         blocks = check_tokens(config, self.device, cu_seqlens_q, num_requests, width, num_tokens, max_seq_len)
@@ -517,8 +515,19 @@ class Indexer:
         """
         return self._engine.prefill_scores(plan)
 
+    def _check_prefills(self, call: str) -> None:
+        if not self.config.max_prefill_tokens:
+            raise UnsupportedConfigError(f"{call}: this indexer was built for decode; pass max_prefill_tokens")
+
     def _tokens_first(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.config.out_layout == "thk" else out.transpose(0, 1)
+
+
+def _sparse_facts(sparse: SparseTable | None) -> object:
+    if not isinstance(sparse, SparseTable):
+        return sparse is None
+    tensors = (sparse.attention_block_table, sparse.table, sparse.context_lens)
+    return sparse.block_page_stride, *map(_facts, tensors)
 
 
 def _facts(tensor: torch.Tensor) -> object:
@@ -526,79 +535,3 @@ def _facts(tensor: torch.Tensor) -> object:
     if not isinstance(tensor, torch.Tensor):
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
-
-
-def make_engine(
-    config: IndexerConfig, device: torch.device, backend: str, allow_jit: bool, arch: str | None
-) -> tuple[Engine, str, str]:
-    """The engine, not yet allocated, its route, and why."""
-    if backend not in BACKENDS:
-        raise UnsupportedConfigError(f"Indexer: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
-    if backend == "reference" or (backend == "auto" and device.type == "cpu"):
-        from .testing.engine import ReferenceEngine
-
-        reason = (
-            "asked for"
-            if backend == "reference"
-            else "CPU tensors; generated kernels need a GPU or backend='interpreter'"
-        )
-        return ReferenceEngine(config, device, _default_rounding(device, arch)), "reference", reason
-    if backend == "interpreter":
-        if device.type != "cpu":
-            raise UnsupportedConfigError(f"Indexer: backend='interpreter' runs on CPU tensors, device is {device}")
-        chosen = interpreted_arch(arch)
-        return (
-            KernelEngine(config, device, None, chosen, "interpreter"),
-            "interpreter",
-            f"asked for, sources of {chosen}",
-        )
-    info = describe(device, f"Indexer: backend={backend!r}: ")
-    route, reason = (backend, "asked for") if backend in ("aot", "jit") else pick_route(info, allow_jit)
-    return KernelEngine(config, device, info, info.arch, route), route, f"{info.name} is {info.arch}; {reason}"
-
-
-def _default_rounding(device: torch.device, arch: str | None) -> str:
-    """The NVFP4 rounding that kernels for ``arch`` or the device have by default; exact where neither is known."""
-    packages = installed_packages()
-    if arch is None and device.type == "cuda" and binary_loader(torch_vendor()) is not None:
-        arch = describe(device).arch
-    return packages[arch].nvfp4_rounding if arch in packages else "exact"
-
-
-def find_prefill(handle: int) -> tuple[Indexer, PrefillPlan]:
-    """The indexer and current prefill plan behind a handle.
-
-    Raises
-    ------
-    ValueError
-        When the handle is unknown, its indexer is gone, or its slot was never planned for prefill.
-    """
-    indexer, slot = find_indexer(handle)
-    plan = indexer._prefill_plans[slot]
-    if plan is None:
-        raise ValueError(f"handle: slot {slot} of the indexer has no prefill plan; call plan_prefill first")
-    return indexer, plan
-
-
-def find_slot(handle: int) -> tuple[Indexer, DecodePlan]:
-    """The indexer and current plan behind a handle.
-
-    Raises
-    ------
-    ValueError
-        When the handle is unknown, its indexer is gone, or its slot was never planned.
-    """
-    indexer, slot = find_indexer(handle)
-    plan = indexer._plans[slot]
-    if plan is None:
-        raise ValueError(f"handle: slot {slot} of the indexer has no plan; call plan_decode first")
-    return indexer, plan
-
-
-def find_indexer(handle: int) -> tuple[Indexer, int]:
-    """The live indexer and the slot behind a handle."""
-    reference, slot = _SLOTS.get(handle, (None, 0))
-    indexer = reference() if reference is not None else None
-    if indexer is None:
-        raise ValueError(f"handle: {handle} belongs to no live Indexer")
-    return indexer, slot

@@ -69,7 +69,9 @@ class StepStaging:
 
     @staticmethod
     def memory(config: IndexerConfig) -> tuple[tuple[str, int], ...]:
-        """Bytes of all slots by purpose; the pinned ones are the host's."""
+        """Bytes of all slots by purpose; the pinned ones are the host's. An indexer for decode only has none."""
+        if not config.max_prefill_tokens:
+            return ()
         starts = config.slots * (config.max_requests + 1) * 4
         return ("step_starts", starts), ("step_starts (pinned host memory)", starts * STAGED_STEPS)
 

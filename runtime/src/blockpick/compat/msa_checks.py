@@ -133,6 +133,17 @@ def check_cache(k_cache: torch.Tensor, layout: CacheLayout, device: torch.device
         raise ValueError(f"{name} data pointer must be {ALIGNMENT}-byte aligned")
 
 
+def check_layer(
+    q: torch.Tensor, k_cache: torch.Tensor, num_tokens: int, num_heads: int, layout: CacheLayout, device: torch.device,
+    backend: str,
+) -> None:  # fmt: skip
+    """One layer's queries and keys for a planned step."""
+    for name, tensor in (("q", q), ("k_cache", k_cache)):
+        check_backend(tensor, name, backend)
+    check_query(q, num_tokens, num_heads, device)
+    check_cache(k_cache, layout, device)
+
+
 def check_output(out: torch.Tensor, num_tokens: int, num_heads: int, device: torch.device) -> None:
     """int32 [num_tokens, num_heads, 16], contiguous."""
     check_tensor(out, "out", torch.int32, device)

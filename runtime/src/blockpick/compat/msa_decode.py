@@ -24,6 +24,7 @@ class _Step:
     plan: DecodePlan
     block_table: torch.Tensor
     seq_lens: torch.Tensor
+    topk_indices: torch.Tensor
 
     @property
     def rows(self) -> int:
@@ -83,7 +84,6 @@ class BatchDecodeIndexer:
         self._backend, self._arch = backend, arch
         self._workspace, self._score_buffer = workspace_buffer, score_buffer
         self._step: _Step | None = None
-        self._topk_indices: torch.Tensor | None = None
         self._scorer: Indexer | None = None  # scores short requests too; made by the first _run_scores
         self._score_plan: DecodePlan | None = None
         self._score_storage: torch.Tensor | None = None
@@ -135,18 +135,16 @@ class BatchDecodeIndexer:
         self._check_buffers(batch, width, device)
         if self._fixed is not None:
             block_table, seq_lens = _copied(self._fixed, block_table, seq_lens)
-        indexer = self._step.indexer if self._step is not None else None
+        indexer, ids = (self._step.indexer, self._step.topk_indices) if self._step is not None else (None, None)
         if indexer is None or not _holds(indexer, device, batch, width, query_len):
             indexer = self._step = self._scorer = None  # frees what they hold
             indexer = self._open(device, batch, width, query_len, order="local_last", empty_row="block_zero")
         plan = indexer.plan_decode(block_table, seq_lens, query_len=query_len)
-        self._step = _Step(indexer, plan, block_table, seq_lens)
+        if ids is None or ids.shape[0] != batch * query_len or ids.device != device:
+            ids = torch.empty((batch * query_len, self._num_heads, checks.TOPK), dtype=torch.int32, device=device)
+        self._step = _Step(indexer, plan, block_table, seq_lens, ids)
         if self._scorer is not None:
             self._score_plan = self._scorer.plan_decode(block_table, seq_lens, query_len=query_len)
-        old = self._topk_indices
-        if old is None or old.shape[0] != self._step.rows or old.device != device:
-            shape = (self._step.rows, self._num_heads, checks.TOPK)
-            self._topk_indices = torch.empty(shape, dtype=torch.int32, device=device)
 
     def _open(self, device: torch.device, batch: int, width: int, query_len: int, **options: object) -> Indexer:
         rounding = NVFP4_ROUNDING if self._layout.dtype == "nvfp4" else None
@@ -202,44 +200,48 @@ class BatchDecodeIndexer:
         step = self._ready(q, k_cache)
         if out is not None:
             checks.check_output(out, step.rows, self._num_heads, step.indexer.device)
-        target = self._topk_indices if out is None else out
-        return step.indexer.decode(step.plan, q, k_cache, target)  # type: ignore[arg-type]  # plan() made the ids
+        return step.indexer.decode(step.plan, q, k_cache, step.topk_indices if out is None else out)
 
     def _ready(self, q: torch.Tensor, k_cache: torch.Tensor) -> _Step:
         """The planned step, for one layer's tensors that fit it."""
         if self._step is None:
             raise RuntimeError("plan() must be called before run()")
-        for name, tensor in (("q", q), ("k_cache", k_cache)):
-            checks.check_backend(tensor, name, self._backend)
-        device = self._step.indexer.device
-        checks.check_query(q, self._step.rows, self._num_heads, device)
-        checks.check_cache(k_cache, self._layout, device)
-        return self._step
+        step = self._step
+        device = step.indexer.device
+        checks.check_layer(q, k_cache, step.rows, self._num_heads, self._layout, device, self._backend)
+        return step
 
     # ---- scores ----
 
     @property
+    def _topk_indices(self) -> torch.Tensor | None:
+        """What :meth:`run` writes without ``out``. None before a plan."""
+        return self._step.topk_indices if self._step is not None else None
+
+    @property
     def _num_valid_pages(self) -> torch.Tensor | None:
         """int32 [B * query_len * H]: every row's pages up to its own, at least 1. None before a plan."""
-        if self._step is None:
-            return None
-        plan, lens = self._step.plan, self._step.seq_lens
-        slots = torch.arange(-plan.query_len, 0, dtype=torch.int32, device=lens.device)
-        pages = (lens[:, None] + slots).div(BLOCK_TOKENS, rounding_mode="floor") + 1
-        return pages.clamp(1, plan.table_blocks).flatten().repeat_interleave(self._num_heads)
+        return self._valid_pages(self._step) if self._step is not None else None
 
     @property
     def _scores(self) -> torch.Tensor | None:
         """float32 [B, 8 * H, W], row = slot * H + head; what :meth:`_run_scores` last wrote. None before a plan."""
-        if self._step is None:
-            return None
-        plan = self._step.plan
+        return self._score_rows(self._step) if self._step is not None else None
+
+    def _valid_pages(self, step: _Step) -> torch.Tensor:
+        plan, lens = step.plan, step.seq_lens
+        slots = torch.arange(-plan.query_len, 0, dtype=torch.int32, device=lens.device)
+        pages = (lens[:, None] + slots).div(BLOCK_TOKENS, rounding_mode="floor") + 1
+        return pages.clamp(1, plan.table_blocks).flatten().repeat_interleave(self._num_heads)
+
+    def _score_rows(self, step: _Step) -> torch.Tensor:
+        plan = step.plan
         shape = (plan.num_requests, SLOTS * self._num_heads, plan.table_blocks)
         if self._score_buffer is not None:
             size = shape[0] * shape[1] * shape[2] * 4 // self._score_buffer.element_size()
             return self._score_buffer[:size].view(torch.float32).view(shape)
         if self._score_storage is None or self._score_storage.shape != shape:
-            self._score_storage = torch.empty(shape, dtype=torch.float32, device=self._step.indexer.device)
+            self._score_storage = torch.empty(shape, dtype=torch.float32, device=step.indexer.device)
         return self._score_storage
 
     def _run_scores(self, q: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
@@ -251,9 +253,8 @@ class BatchDecodeIndexer:
         scorer, plan = self._open_scorer(step)
         ids = torch.empty(step.rows, self._num_heads, 1, dtype=torch.int32, device=q.device)
         scorer.decode(plan, q, k_cache, ids)
-        target, pages = self._scores, self._num_valid_pages
-        assert target is not None and pages is not None  # there is a step
-        own = pages.view(plan.num_requests, plan.query_len, self._num_heads, 1) - 1
+        target = self._score_rows(step)
+        own = self._valid_pages(step).view(plan.num_requests, plan.query_len, self._num_heads, 1) - 1
         columns = torch.arange(plan.table_blocks, dtype=torch.int32, device=q.device)
         rows = target.unflatten(1, (SLOTS, self._num_heads))[:, SLOTS - plan.query_len :]
         rows.copy_(torch.where(columns < own, scorer.scores(plan), rows))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -25,8 +26,6 @@ class _Step:
     ) -> None:  # fmt: skip
         self.cu_seqlens_q, self.seq_lens, self.block_table = cu_seqlens_q, seq_lens, block_table
         self.total_q, self.num_heads, self.max_pages = total_q, num_heads, block_table.shape[1]
-        self.plan: PrefillPlan | None = None
-        self.score_plan: PrefillPlan | None = None
         shape = (total_q, num_heads, checks.TOPK)
         self.topk_indices = torch.empty(shape, dtype=torch.int32, device=block_table.device)
         self._scores: torch.Tensor | None = None
@@ -58,6 +57,19 @@ class _Step:
         )  # fmt: skip
 
 
+@dataclass
+class _Planned:
+    """An indexer and its current plan of a step."""
+
+    indexer: Indexer
+    plan: PrefillPlan
+
+    @classmethod
+    def of(cls, indexer: Indexer, step: _Step) -> _Planned:
+        """Plan ``step`` on ``indexer``."""
+        return cls(indexer, step.plan_on(indexer))
+
+
 class BatchPrefillIndexerQ8KV8Wrapper:
     """Prefill over e4m3fn pages [pages, 128, 128].
 
@@ -85,9 +97,9 @@ class BatchPrefillIndexerQ8KV8Wrapper:
     ) -> None:  # fmt: skip
         self._num_heads = checks.check_num_heads(num_heads)
         self._backend, self._arch, self._numerics = backend, arch, prefill_numerics
-        self._indexer: Indexer | None = None
-        self._scorer: Indexer | None = None
         self._state: _Step | None = None
+        self._picker: _Planned | None = None  # there is one where there is a state
+        self._scorer: _Planned | None = None
 
     # ---- once per step ----
 
@@ -125,26 +137,25 @@ class BatchPrefillIndexerQ8KV8Wrapper:
         checks.check_prefill_metadata(cu_seqlens_q, seq_lens, block_table, bounds)
         pages = -(-max_seqlen_k // BLOCK_TOKENS)
         step = _Step(cu_seqlens_q, seq_lens, block_table[:, :pages], total_q, self._num_heads)
-        if not _holds(self._indexer, step):
-            self._state = self._indexer = None  # frees what it holds
-            self._indexer = self._open(step, _round_up, order="local_last", empty_row="block_zero")
-        if not _holds(self._scorer, step):
+        indexer = self._picker.indexer if self._picker is not None else None
+        if indexer is None or not _holds(indexer, step):
+            indexer = self._state = self._picker = None  # frees what they hold
+            indexer = self._open(step, _round_up, order="local_last", empty_row="block_zero")
+        if self._scorer is not None and not _holds(self._scorer.indexer, step):
             self._scorer = None
-        self._state = step
-        self._plan_state()
+        self._plan(step, indexer)
 
     def replan(self) -> None:
         """Plan the same tensors again, after their contents changed in place; outside a graph capture."""
-        if self._state is None:
+        if self._state is None or self._picker is None:
             raise RuntimeError("plan() must be called before replan()")
         checks.check_outside_capture(self._state.block_table.device, "replan()")
-        self._plan_state()
+        self._plan(self._state, self._picker.indexer)
 
-    def _plan_state(self) -> None:
-        assert self._state is not None and self._indexer is not None  # plan() made them
-        self._state.plan = self._state.plan_on(self._indexer)
+    def _plan(self, step: _Step, indexer: Indexer) -> None:
+        self._state, self._picker = step, _Planned.of(indexer, step)
         if self._scorer is not None:
-            self._state.score_plan = self._state.plan_on(self._scorer)
+            self._scorer = _Planned.of(self._scorer.indexer, step)
 
     def _open(self, step: _Step, size: Callable[[int], int], **options: object) -> Indexer:
         return checks.open_indexer(
@@ -180,54 +191,47 @@ class BatchPrefillIndexerQ8KV8Wrapper:
         RuntimeError
             Before the first ``plan``.
         """
-        state = self._ready(q, k_cache)
+        state, picker = self._ready(q, k_cache)
         if out is None:
             out = state.topk_indices
         else:
             checks.check_output(out, state.total_q, self._num_heads, state.block_table.device)
-        assert self._indexer is not None and state.plan is not None  # plan() made them
-        return self._indexer.prefill(state.plan, q, k_cache, out)
+        return picker.indexer.prefill(picker.plan, q, k_cache, out)
 
-    def _ready(self, q: torch.Tensor, k_cache: torch.Tensor) -> _Step:
-        """The planned step, for one layer's tensors that fit it."""
-        if self._state is None:
+    def _ready(self, q: torch.Tensor, k_cache: torch.Tensor) -> tuple[_Step, _Planned]:
+        """The step and what picks it, for one layer's tensors that fit it."""
+        if self._state is None or self._picker is None:
             raise RuntimeError("plan() must be called before run()")
-        for name, tensor in (("q", q), ("k_cache", k_cache)):
-            checks.check_backend(tensor, name, self._backend)
-        device = self._state.block_table.device
-        checks.check_query(q, self._state.total_q, self._num_heads, device)
-        checks.check_cache(k_cache, LAYOUT, device)
-        return self._state
+        state = self._state
+        device = state.block_table.device
+        checks.check_layer(q, k_cache, state.total_q, self._num_heads, LAYOUT, device, self._backend)
+        return state, self._picker
 
     def _run_scores(self, q: torch.Tensor, k_cache: torch.Tensor) -> torch.Tensor:
         """Store the scores of one layer, of every page strictly below a query's own page; all else stays.
 
         The first call of a larger step makes an indexer of its own, which holds all scores, and can't be captured.
         """
-        state = self._ready(q, k_cache)
+        state, _ = self._ready(q, k_cache)
         if self._scorer is None:
             checks.check_outside_capture(state.block_table.device, "the first _run_scores()")
             options = {"order": "score", "topk": 1, "local_blocks": 0, "workspace_bytes": ONE_PASS_BYTES}
-            self._scorer = self._open(state, int, **options)
-            state.score_plan = state.plan_on(self._scorer)
-        assert state.score_plan is not None  # made with the scorer, here or in plan()
+            self._scorer = _Planned.of(self._open(state, int, **options), state)
+        scorer, plan = self._scorer.indexer, self._scorer.plan
         ids = torch.empty(state.total_q, self._num_heads, 1, dtype=torch.int32, device=q.device)
-        self._scorer.prefill(state.score_plan, q, k_cache, ids)
-        scores = self._scorer.prefill_scores(state.score_plan).flatten(0, 1)
+        scorer.prefill(plan, q, k_cache, ids)
+        scores = scorer.prefill_scores(plan).flatten(0, 1)
         columns = torch.arange(state.max_pages, dtype=torch.int32, device=q.device)
         mask = columns < state.num_valid_pages[:, None] - 1
         state.scores.copy_(torch.where(mask, scores, state.scores))
         return state.scores
 
 
-def _holds(indexer: Indexer | None, step: _Step) -> bool:
+def _holds(indexer: Indexer, step: _Step) -> bool:
     """Whether an indexer is large enough for a step."""
-    if indexer is None or indexer.device != step.block_table.device:
-        return False
     config = indexer.config
-    batch = step.seq_lens.shape[0]
-    fits = batch <= config.max_requests and step.max_pages <= config.max_blocks
-    return fits and step.total_q <= config.max_prefill_tokens
+    fits = step.seq_lens.shape[0] <= config.max_requests and step.max_pages <= config.max_blocks
+    return fits and step.total_q <= config.max_prefill_tokens and indexer.device == step.block_table.device
 
 
 def _round_up(count: int) -> int:

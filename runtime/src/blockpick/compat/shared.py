@@ -20,7 +20,7 @@ import torch
 from ..checks import is_capturing
 from ..config import MAX_BLOCKS, MAX_PREFILL_TOKENS, IndexerConfig
 from ..device import current_stream
-from ..indexer import make_engine
+from ..engines import make_engine
 from ..layout import BLOCK_TOKENS, CacheLayout
 from ..ops.engine import Engine
 

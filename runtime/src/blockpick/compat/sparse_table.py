@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page tables and context lengths for ROCm's page-16 sparse attention, from picked block ids."""
+"""The arguments of the ROCm fork's sparse table, for the runtime's emission."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ from dataclasses import dataclass
 import torch
 
 from ..checks import check_int, check_last_stride, check_tensor
-from ..layout import BLOCK_TOKENS
+from ..ops.sparse_table import SparseTable
 
 PAGES_PER_BLOCK = 8  # kernel pages of 16 tokens
-FULL, OWN, PAD = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class SparseTable:
-    """Where the tables go: all four arguments, checked.
+class SparseOutputs:
+    """Where a call's tables go: all four arguments, checked. ``emission`` is what the kernel writes."""
 
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument.
-    """
-
-    attention_block_table: torch.Tensor
-    block_table_out: torch.Tensor
+    table_out: torch.Tensor
     context_lens_out: torch.Tensor
-    block_page_stride: int
+    emission: SparseTable
 
     @classmethod
     def of(
         cls, attention_block_table: torch.Tensor | None, sparse_block_table_out: torch.Tensor | None,
         sparse_context_lens_out: torch.Tensor | None, block_page_stride: int | None, *, requests: int, rows: int,
         topk: int, blocks: int, device: torch.device,
-    ) -> SparseTable | None:  # fmt: skip
-        """The arguments of one call; None when none is given."""
+    ) -> SparseOutputs | None:  # fmt: skip
+        """The arguments of one call; None when none is given.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Naming the argument.
+        """
         given = {
             "attention_block_table": attention_block_table, "sparse_block_table_out": sparse_block_table_out,
             "sparse_context_lens_out": sparse_context_lens_out, "block_page_stride": block_page_stride,
@@ -64,34 +62,17 @@ class SparseTable:
         check_int("block_page_stride", block_page_stride, PAGES_PER_BLOCK, 2 * PAGES_PER_BLOCK, "8 or 16")
         if block_page_stride % PAGES_PER_BLOCK:
             raise ValueError(f"block_page_stride: must be 8 or 16, is {block_page_stride}")
-        return cls(attention_block_table, sparse_block_table_out, sparse_context_lens_out, block_page_stride)
+        # the kernel's rows lie behind one another; a wider table is written through one that does
+        dense = sparse_block_table_out.contiguous()
+        emission = SparseTable(attention_block_table, block_page_stride, dense, sparse_context_lens_out)
+        return cls(sparse_block_table_out, sparse_context_lens_out, emission)
 
     def clear(self) -> None:
         """Write rows that hold nothing."""
-        self.block_table_out.zero_()
+        self.table_out.zero_()
         self.context_lens_out.zero_()
 
-    def emit(self, ids: torch.Tensor, seq_lens: torch.Tensor, query_len: int, blocks: int) -> None:
-        """Write both tables for ``ids`` int32 [H, T, topk]; row ``t * H + h`` is token t's and head h's.
-
-        Eight pages per picked block, full blocks first in selection order, the own block last, then zeros; the context
-        length is what these pages hold up to the query. Empty rows are zeros.
-        """
-        heads, tokens, topk = ids.shape
-        positions = seq_lens.clamp(0, blocks * BLOCK_TOKENS + query_len)[:, None] + torch.arange(
-            -query_len, 0, dtype=torch.int32, device=ids.device
-        )
-        causal = positions.clamp(-1, blocks * BLOCK_TOKENS - 1).reshape(tokens, 1, 1) + 1  # tokens that the query sees
-        own = (causal - 1) // BLOCK_TOKENS
-        rows = ids.transpose(0, 1)  # [T, H, topk]
-        kind = torch.where(rows < 0, PAD, torch.where(rows == own, OWN, FULL))
-        kind, order = kind.sort(dim=2, stable=True)
-        picked = rows.gather(2, order).clamp(min=0).long().reshape(-1, query_len * heads * topk)  # [B, L * H * topk]
-        pages = self.attention_block_table.gather(1, picked).view(tokens, heads, topk, 1) * self.block_page_stride
-        pages = pages + torch.arange(PAGES_PER_BLOCK, dtype=torch.int32, device=ids.device)
-        pages = torch.where(kind[..., None] == PAD, 0, pages)
-        self.block_table_out.copy_(pages.reshape(tokens * heads, -1))
-        full, last = (kind == FULL).sum(2), (kind == OWN).sum(2)
-        tail = causal[:, :, 0] - own[:, :, 0] * BLOCK_TOKENS
-        context = torch.where(last > 0, full * BLOCK_TOKENS + tail, (full * BLOCK_TOKENS).minimum(causal[:, :, 0]))
-        self.context_lens_out.copy_(context.reshape(-1))
+    def finish(self) -> None:
+        """Bring what was emitted to where the caller wants it."""
+        if self.emission.table is not self.table_out:
+            self.table_out.copy_(self.emission.table)

@@ -26,7 +26,7 @@ from . import arguments
 from .batch import DecodeBatch, PrefillBatch, check_forced, check_selection
 from .scores import empty_scores, prefill_own_blocks, write_decode_scores, write_prefill_scores
 from .shared import Demand, EngineCache
-from .sparse_table import SparseTable
+from .sparse_table import SparseOutputs
 
 SPARSE_BLOCK_SIZE = BLOCK_TOKENS
 _ENGINES = EngineCache()
@@ -307,7 +307,7 @@ def minimax_m3_index_decode(
         idx_q, index_kv_cache, block_table, seq_lens, max_seq_len, num_kv_heads, decode_query_len, max_decode_query_len
     )
     check_selection(topk, init_blocks, local_blocks)
-    sparse = SparseTable.of(
+    sparse = SparseOutputs.of(
         attention_block_table, sparse_block_table_out, sparse_context_lens_out, block_page_stride,
         requests=batch.requests, rows=batch.tokens * num_kv_heads, topk=topk,
         blocks=arguments.max_blocks(max_seq_len), device=batch.device,
@@ -325,10 +325,11 @@ def minimax_m3_index_decode(
     demand = batch.demand(topk, init_blocks, local_blocks)
     with _ENGINES.borrow("minimax_m3_index_decode", batch.device, *_route, demand) as shared:
         plan = batch.plan(shared)
-        shared.engine.decode(plan, batch.q, index_kv_cache, staged.transpose(0, 1))
+        emission = sparse.emission if sparse is not None else None
+        shared.engine.decode(plan, batch.q, index_kv_cache, staged.transpose(0, 1), emission)
         if score is not None:
             write_decode_scores(score, shared.engine.scores(plan), batch.seq_lens, init_blocks, local_blocks)
     if sparse is not None:
-        sparse.emit(staged, batch.seq_lens, decode_query_len, plan.table_blocks)
+        sparse.finish()
     arguments.unstage(ids, staged)
     return ids

@@ -84,8 +84,8 @@ class KernelEngine:
         self.numerics = config.numerics(self.rounding, package.prefill_fp8)
         self.decode_kernels = select_decode(package, config, route)
         self.prefill_kernels = select_prefill(package, config, route) if config.max_prefill_tokens else None
-        emission = select_emission(package, config, route)
-        self.choices = (*self.decode_kernels.choices, emission)
+        self.emission_kernel = select_emission(package, config, route)
+        self.choices = (*self.decode_kernels.choices, self.emission_kernel)
         tile_tokens = 1
         if self.prefill_kernels is not None:
             self.choices += self.prefill_kernels.choices
@@ -107,8 +107,7 @@ class KernelEngine:
         self.buffers = [self.sizes.allocate(self.device) for _ in range(self.config.slots)]
         arguments = self.config, self._compute_units
         self.decodes = [DecodePick(self.decode_kernels, *arguments, slot, self._bind) for slot in self.buffers]
-        emission = next(choice for choice in self.choices if choice.role == "emit_sparse_table")
-        self.emissions = [Emission(emission, self.config, slot, self._bind) for slot in self.buffers]
+        self.emissions = [Emission(self.emission_kernel, self.config, slot, self._bind) for slot in self.buffers]
         self.prefills: list[PrefillPick] = []
         if self.prefill_kernels is not None:
             self.prefills = [PrefillPick(self.prefill_kernels, *arguments, slot, self._bind) for slot in self.buffers]

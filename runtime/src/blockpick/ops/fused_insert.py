@@ -6,11 +6,10 @@ from __future__ import annotations
 import torch
 
 from ..checks import check_aligned, check_distinct_elements, check_int, check_last_stride, check_tensor
-from ..config import BACKENDS, NUM_HEADS
+from ..config import NUM_HEADS
 from ..device import current_stream, on_device
-from ..errors import UnsupportedConfigError
 from ..layout import HEAD_DIM, CacheLayout, page_stride_bytes
-from .insert import find_launch
+from .insert import check_backend, find_launch, runs_reference
 
 ROPE_DIMS = 64
 
@@ -72,10 +71,7 @@ def qk_norm_rope_insert(
     Follows the fused insert of vLLM's MiniMax M3: an unfused chain rounds to bf16 in between and may differ by one unit
     in the last place of bf16, and so by one code behind it.
     """
-    if backend not in BACKENDS:
-        raise UnsupportedConfigError(
-            f"qk_norm_rope_insert: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}"
-        )
+    check_backend("qk_norm_rope_insert", backend)
     _check(layout, cache, qkv, q_out, slot_mapping, positions, cos_sin, q_weight, k_weight)
     num_tokens, num_heads = qkv.shape[0], q_out.shape[1]
     for name, column, count in (("q_column", q_column, num_heads), ("k_column", k_column, 1)):
@@ -85,13 +81,22 @@ def qk_norm_rope_insert(
     check_int("shard", shard, 0, layout.shards - 1, f"layout.shards={layout.shards}")
     if num_tokens == 0:
         return q_out
-    if backend == "reference" or (backend == "auto" and cache.device.type == "cpu"):
-        from ..testing.reference import insert_reference, norm_rope_reference
-
-        q = norm_rope_reference(qkv[:, q_column : q_column + num_heads * HEAD_DIM], q_weight, positions, cos_sin, eps)
-        q_out.copy_(as_queries(layout, q))
-        k = norm_rope_reference(qkv[:, k_column : k_column + HEAD_DIM], k_weight, positions, cos_sin, eps)
-        insert_reference(layout, cache, k[:, 0], slot_mapping, shard)
+    if runs_reference(backend, cache.device):
+        on_reference(
+            layout,
+            cache,
+            qkv,
+            q_out,
+            slot_mapping,
+            positions,
+            cos_sin,
+            q_weight,
+            k_weight,
+            q_column,
+            k_column,
+            eps,
+            shard,
+        )
         return q_out
     launch, tokens = find_launch(
         "qk_norm_rope_insert", layout, shard, cache.device, backend, allow_jit, arch, num_heads=num_heads, eps=eps
@@ -107,11 +112,21 @@ def qk_norm_rope_insert(
     return q_out
 
 
-def as_queries(layout: CacheLayout, q: torch.Tensor) -> torch.Tensor:
-    """bf16 queries in the dtype that scores ``layout``; saturating, NaN as 0x7F."""
-    from ..testing.reference import e4m3_bytes
+def on_reference(
+    layout: CacheLayout, cache: torch.Tensor, qkv: torch.Tensor, q_out: torch.Tensor, slot_mapping: torch.Tensor,
+    positions: torch.Tensor, cos_sin: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, q_column: int,
+    k_column: int, eps: float, shard: int,
+) -> None:  # fmt: skip
+    """The chain in torch; tensors are checked."""
+    from ..testing.reference import e4m3_bytes, insert_reference, norm_rope_reference
 
-    return q if layout.query_dtype == torch.bfloat16 else e4m3_bytes(q.float()).view(torch.float8_e4m3fn)
+    queries = qkv[:, q_column : q_column + q_out.shape[1] * HEAD_DIM]
+    q = norm_rope_reference(queries, q_weight, positions, cos_sin, eps)
+    if layout.query_dtype != torch.bfloat16:
+        q = e4m3_bytes(q.float()).view(torch.float8_e4m3fn)
+    q_out.copy_(q)
+    k = norm_rope_reference(qkv[:, k_column : k_column + HEAD_DIM], k_weight, positions, cos_sin, eps)
+    insert_reference(layout, cache, k[:, 0], slot_mapping, shard)
 
 
 def _check(

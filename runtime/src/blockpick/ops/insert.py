@@ -65,12 +65,11 @@ def insert(
     codes = e2m1(x / scale), nearest even, zero as +0; infinities count as the largest finite bf16; a group with a NaN
     stores scale 0x7F and codes 0. The rule is that of vLLM's NVFP4 cache writer.
     """
-    if backend not in BACKENDS:
-        raise UnsupportedConfigError(f"insert: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
+    check_backend("insert", backend)
     _check(layout, cache, index_k, slot_mapping, shard)
     if index_k.shape[0] == 0:
         return
-    if backend == "reference" or (backend == "auto" and cache.device.type == "cpu"):
+    if runs_reference(backend, cache.device):
         from ..testing.reference import insert_reference
 
         insert_reference(layout, cache, index_k, slot_mapping, shard)
@@ -100,6 +99,17 @@ def _check(
     check_last_stride("slot_mapping", slot_mapping)
     check_aligned("index_k", index_k, 16)
     check_int("shard", shard, 0, layout.shards - 1, f"layout.shards={layout.shards}")
+
+
+def check_backend(call: str, backend: str) -> None:
+    """A backend there is."""
+    if backend not in BACKENDS:
+        raise UnsupportedConfigError(f"{call}: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
+
+
+def runs_reference(backend: str, device: torch.device) -> bool:
+    """Whether ``backend`` means the reference for tensors on ``device``."""
+    return backend == "reference" or (backend == "auto" and device.type == "cpu")
 
 
 def find_launch(

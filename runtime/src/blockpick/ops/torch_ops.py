@@ -15,7 +15,7 @@ def decode_pick(
     q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool = False
 ) -> None:
     """:meth:`blockpick.Indexer.decode` with the current plan of the slot that ``handle`` names."""
-    from ..indexer import find_slot
+    from ..handles import find_slot
 
     indexer, plan = find_slot(handle)
     indexer.decode(plan, q, cache, out, allow_padding=allow_padding)
@@ -29,7 +29,7 @@ def _(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allo
 @torch.library.custom_op("blockpick::prefill_pick", mutates_args=("out",))
 def prefill_pick(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int) -> None:
     """:meth:`blockpick.Indexer.prefill` with the current prefill plan of the slot that ``handle`` names."""
-    from ..indexer import find_prefill
+    from ..handles import find_prefill
 
     indexer, plan = find_prefill(handle)
     indexer.prefill(plan, q, cache, out)

@@ -16,8 +16,7 @@ from .reference import block_scores, insert_reference, query_positions, select_b
 SENTINEL = -77
 # Largest error of a score relative to its block's largest sum of |q| * |k| over the dims: fp32 accumulation of 128
 # exact products. 2^-24 is the unit roundoff; a matrix unit may lose a few of them.
-# Hopper's fp8 MMA drops from each of 32 products what lies more than 13 bits below their largest, in four steps:
-# 7.0e-4 was the largest error measured, on products of all magnitudes.
+# Hopper's fp8 MMA sums less exactly: 7.0e-4 was the largest error measured, on products of all magnitudes.
 SCORE_TOLERANCE = {"bf16": 1e-6, "e4m3fn": 1e-6, "nvfp4": 1e-6, "fp8 MMA": 1e-3}
 
 
