@@ -8,6 +8,7 @@ from .errors import (
     DriverError,
     KernelNotInstalledError,
     ManifestError,
+    PeerError,
     StalePlanError,
     UnsupportedArchError,
     UnsupportedConfigError,
@@ -18,6 +19,7 @@ from .ops import torch_ops as _torch_ops  # noqa: F401  registers torch.ops.bloc
 from .ops.fused_insert import qk_norm_rope_insert
 from .ops.insert import insert
 from .ops.sparse_table import SparseTable
+from .parallel import RankGroup
 from .plan import DecodePlan, PrefillPlan
 from .step import StepPlan
 
@@ -34,7 +36,9 @@ __all__ = [
     "KernelNotInstalledError",
     "ManifestError",
     "Memory",
+    "PeerError",
     "PrefillPlan",
+    "RankGroup",
     "SparseTable",
     "StalePlanError",
     "StepPlan",

@@ -120,6 +120,88 @@ class SourceInterpreter(Protocol):
         """A kernel that interprets ``source``; streams are ignored."""
 
 
+@dataclass(frozen=True)
+class Address:
+    """A kernel argument that is memory of a driver, not of torch."""
+
+    value: int
+    dtype: str = "int64"  # what the Triton interpreter takes it for
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.value
+
+
+class SharedMemory(Protocol):
+    """Device memory that other processes can map. Zeroed; its size is a whole multiple of 2 MiB."""
+
+    address: int
+    size: int
+    payload: bytes  # what another process needs to open it
+    descriptor: int | None  # for kinds whose handle is a file descriptor: passed beside the payload
+
+    def close(self) -> None:
+        """Free it; importers must have closed before."""
+
+
+class MappedMemory(Protocol):
+    """Another process's device memory, mapped here."""
+
+    address: int
+
+    def close(self) -> None:
+        """Unmap it."""
+
+
+class HostWord(Protocol):
+    """One 8-byte word of host memory that a kernel stores to and the host reads without synchronisation."""
+
+    argument: Value
+
+    def read(self) -> int:
+        """What the word holds."""
+
+    def close(self) -> None:
+        """Free it."""
+
+
+class PeerMemory(Protocol):
+    """How one device shares memory with other processes."""
+
+    identity: str  # the physical device, the same string in every process of the node
+    proven: bool  # whether sharing was run on such hardware; unproven kinds are used only when asked for
+
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of handles that work here, tried by a real allocation where an attribute does not prove it, best
+        first.
+        """
+
+    def allocate(self, size: int, kind: str) -> SharedMemory:
+        """Allocate, zero and export ``size`` bytes."""
+
+    def open(self, kind: str, payload: bytes, size: int, descriptor: int | None) -> MappedMemory:
+        """Map what another process exported; opening one export twice gives one mapping, counted."""
+
+    def host_word(self) -> HostWord:
+        """Allocate a word, 0 at first."""
+
+    def read(self, address: int, size: int) -> bytes:
+        """Read device memory beside kernels that run."""
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write to device memory, also a peer's, beside kernels that run; returns when it is there."""
+
+
+@runtime_checkable
+class PeerMemoryProvider(Protocol):
+    """A backend whose devices can share memory between processes."""
+
+    vendor: str
+
+    def peer_memory(self, device_index: int) -> PeerMemory:
+        """The sharing of one device."""
+
+
 class PackedArguments:
     """Argument memory of one launch: 8-byte slots, filled once, and the array of their addresses that drivers take.
 

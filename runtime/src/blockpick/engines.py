@@ -3,22 +3,89 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
+from .backend_api import DeviceInfo
 from .config import BACKENDS, IndexerConfig
 from .device import binary_loader, describe, torch_vendor
 from .dispatch import interpreted_arch, pick_route
 from .errors import UnsupportedConfigError
 from .manifest import installed_packages
+from .ops.context_engine import ContextEngine
 from .ops.engine import Engine, KernelEngine
+from .parallel.heads import RANKS
+
+if TYPE_CHECKING:
+    from .parallel.group import Group
+
+PARALLEL = (None, "context")
+_logger = logging.getLogger("blockpick")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How decode is spread over ranks: asked for by ``parallel``, over ``group``; heads of all ranks together."""
+
+    parallel: str | None = None
+    group: Group | None = None
+    total_heads: int | None = None
+
+    def check(self, config: IndexerConfig, device: torch.device) -> None:
+        """Refuse what can't be spread.
+
+        Raises
+        ------
+        UnsupportedConfigError
+            Naming the argument; the same on all ranks.
+        """
+        if self.parallel not in PARALLEL:
+            raise UnsupportedConfigError(f"Indexer: parallel={self.parallel!r} is not supported; None, 'context'")
+        if self.parallel is None:
+            if self.group is not None or self.total_heads is not None:
+                raise UnsupportedConfigError("Indexer: group and total_heads belong to parallel='context'")
+            return
+        if self.group is None:
+            raise UnsupportedConfigError(f"Indexer: parallel={self.parallel!r} needs a group, a blockpick.RankGroup")
+        if config.slots != 1:
+            raise UnsupportedConfigError(
+                f"Indexer: slots={config.slots} with parallel='context': exchanges of two batches in flight would wait "
+                "for one another; supported: 1"
+            )
+        if self.group.device != device:
+            raise UnsupportedConfigError(f"Indexer: device {device}, but the group was made for {self.group.device}")
+
+    def obstacle(self, backend: str) -> str | None:
+        """Why decode stays on one rank although ``parallel`` asks for more; the same on all ranks."""
+        if self.group is not None and self.group.size not in RANKS:
+            return f"the group has {self.group.size} rank(s); decode is spread over {', '.join(map(str, RANKS))}"
+        return None
 
 
 def make_engine(
-    config: IndexerConfig, device: torch.device, backend: str, allow_jit: bool, arch: str | None
-) -> tuple[Engine, str, str]:
+    config: IndexerConfig, device: torch.device, backend: str, allow_jit: bool, arch: str | None,
+    spread: Spread = Spread(),  # noqa: B008 # frozen
+) -> tuple[Engine, str, str]:  # fmt: skip
     """The engine, not yet allocated, its route, and why."""
+    spread.check(config, device)
+    obstacle = spread.obstacle(backend) if spread.parallel else None
+    if obstacle:
+        _warn_once(f"parallel={spread.parallel!r} is not used: {obstacle}; every rank decodes on its own")
+    group = spread.group if spread.parallel and not obstacle else None
     if backend not in BACKENDS:
         raise UnsupportedConfigError(f"Indexer: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
+
+    def kernels(info: DeviceInfo | None, arch: str, route: str) -> KernelEngine:
+        if group is None:
+            return KernelEngine(config, device, info, arch, route)
+        return ContextEngine(config, device, info, arch, route, group, spread.total_heads)
+
+    if group is not None and backend == "reference":
+        raise UnsupportedConfigError("Indexer: backend='reference' decodes on one rank; leave parallel away")
     if backend == "reference" or (backend == "auto" and device.type == "cpu"):
         from .testing.engine import ReferenceEngine
 
@@ -33,13 +100,18 @@ def make_engine(
             raise UnsupportedConfigError(f"Indexer: backend='interpreter' runs on CPU tensors, device is {device}")
         chosen = interpreted_arch(arch)
         return (
-            KernelEngine(config, device, None, chosen, "interpreter"),
+            kernels(None, chosen, "interpreter"),
             "interpreter",
             f"asked for, sources of {chosen}",
         )
     info = describe(device, f"Indexer: backend={backend!r}: ")
     route, reason = (backend, "asked for") if backend in ("aot", "jit") else pick_route(info, allow_jit)
-    return KernelEngine(config, device, info, info.arch, route), route, f"{info.name} is {info.arch}; {reason}"
+    return kernels(info, info.arch, route), route, f"{info.name} is {info.arch}; {reason}"
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _logger.warning(message)
 
 
 def default_rounding(device: torch.device, arch: str | None) -> str:

@@ -28,6 +28,22 @@ class StalePlanError(BlockpickError):
     """A plan is used after its slot was planned again."""
 
 
+class PeerError(BlockpickError):
+    """A rank of a group failed, is late, or shows something that can't be shared; the message names it.
+
+    Parameters
+    ----------
+    message : str
+        What happened.
+    peer : int, optional
+        The rank that it is about, where one is known.
+    """
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
 class DriverError(BlockpickError):
     """A driver call failed.
 

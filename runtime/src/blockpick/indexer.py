@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,13 +13,16 @@ from .cache_check import CacheFault, check_cache
 from .checks import check_int, check_not_capturing, resolve_device
 from .config import IndexerConfig, Memory
 from .dispatch import Choice
-from .engines import make_engine
+from .engines import Spread, make_engine
 from .errors import StalePlanError, UnsupportedConfigError
 from .layout import CacheLayout
 from .ops.sparse_table import SparseTable
 from .plan import DecodePlan, PrefillPlan
 from .step import StepPlan, StepStaging, check_starts, split_step
 from .step_checks import check_decode, check_prefill, check_slot, check_sparse_table, check_table, check_tokens
+
+if TYPE_CHECKING:
+    from .parallel.group import Group
 
 MAX_ACCEPTED = 256
 
@@ -63,6 +66,14 @@ class Indexer:
     topk_every, topk_offset : int
         Cross-layer sharing: sparse layer n reuses the last selection when ``max(n - topk_offset, 0) % topk_every`` is
         not 0; :meth:`picks` answers for a layer.
+    parallel : {None, "context"}
+        ``context``: decode is spread over the ranks of ``group``; each scores its share of the blocks for the heads of
+        all ranks, and gets the ids that it would have got alone. Ranks must then plan and decode the same batches in
+        the same order. Prefill stays on each rank.
+    group : RankGroup, optional
+        The ranks.
+    total_heads : int, optional
+        Index heads of all ranks together; more ranks than heads hold replicas. Default: 4, or what the ranks hold.
     slots : int
         Batches that may be in flight at once (two streams, dual-batch overlap); each has its own buffers.
     device : torch.device or str
@@ -91,7 +102,8 @@ class Indexer:
         max_requests: int = 256, max_query_len: int = 1, max_seq_len: int = 1 << 20, order: str = "score",
         out_layout: str = "thk", empty_row: str = "minus_one", nvfp4_rounding: str | None = None, slots: int = 1,
         max_prefill_tokens: int = 0, workspace_bytes: int = 1 << 28, prefill_numerics: str | None = None,
-        topk_every: int = 1, topk_offset: int = 0,
+        topk_every: int = 1, topk_offset: int = 0, parallel: str | None = None, group: Group | None = None,
+        total_heads: int | None = None,
         device: torch.device | str = "cuda", backend: str = "auto", allow_jit: bool = False, arch: str | None = None,
     ) -> None:  # fmt: skip
         self.config = IndexerConfig(
@@ -100,7 +112,8 @@ class Indexer:
             prefill_numerics, topk_every, topk_offset,
         )  # fmt: skip
         self.device = resolve_device(device)
-        self._engine, self.route, self._reason = make_engine(self.config, self.device, backend, allow_jit, arch)
+        spread = Spread(parallel, group, total_heads)
+        self._engine, self.route, self._reason = make_engine(self.config, self.device, backend, allow_jit, arch, spread)
         self._engine.allocate()
         staged = self.config.slots if self.config.max_prefill_tokens else 0
         self._staging = [StepStaging(self.config, self.device) for _ in range(staged)]
@@ -121,8 +134,9 @@ class Indexer:
 
         For an engine's memory profiling. Takes the constructor's arguments and raises what it would raise.
         """
+        spread = Spread(**{name: options.pop(name, None) for name in ("parallel", "group", "total_heads")})
         config = IndexerConfig(layout, **options)
-        items = make_engine(config, resolve_device(device), backend, allow_jit, arch)[0].memory().items
+        items = make_engine(config, resolve_device(device), backend, allow_jit, arch, spread)[0].memory().items
         return Memory(items + StepStaging.memory(config))
 
     # ---- what was decided ----

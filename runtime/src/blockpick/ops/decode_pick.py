@@ -88,7 +88,8 @@ class DecodePick:
         shared = {f"{name}_ptr": buffers[name] for name in lists} | {
             "blocks_per_page": config.layout.blocks_per_page, "query_len": length,
         }  # fmt: skip
-        plan = {"unscored_blocks": config.unscored_blocks, "num_units": self.units[length - 1]}
+        whole = {"local_positions_ptr": buffers["positions"], "cp_size": 1, "cp_rank": 0}  # one rank has all blocks
+        plan = {"unscored_blocks": config.unscored_blocks, "num_units": self.units[length - 1], **whole}
         score = {
             "scores_ptr": buffers["scores"], "stride_scores": config.score_stride, "num_heads": config.num_heads
         }  # fmt: skip

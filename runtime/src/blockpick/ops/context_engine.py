@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose decode is spread over the ranks of a group; its prefill is that of one rank on its own."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..backend_api import DeviceInfo
+from ..config import IndexerConfig, Memory
+from ..device import on_device
+from ..dispatch import find_package
+from ..errors import PeerError
+from ..parallel.heads import HeadShare
+from ..plan import DecodePlan
+from .context_pick import ContextKernels, ContextPick, ContextSizes
+from .engine import KernelEngine
+from .sparse_table import SparseTable
+
+if TYPE_CHECKING:
+    from ..parallel.buffer import PeerBuffer
+    from ..parallel.group import Group
+
+
+class ContextEngine(KernelEngine):
+    """decode_pick over all ranks' shares of the blocks, and prefill_pick, through the kernels of one package."""
+
+    def __init__(
+        self, config: IndexerConfig, device: torch.device, info: DeviceInfo | None, arch: str, route: str,
+        group: Group, total_heads: int | None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, device, info, arch, route)
+        self.group, self.share = group, HeadShare.of(group.size, config.num_heads, total_heads)
+        package = find_package(arch)
+        self.context_kernels = ContextKernels.choose(package, config, self.share, route)
+        self.choices = tuple(dict.fromkeys((*self.context_kernels.choices, *self.choices)))
+        self.context_sizes = ContextSizes(config, self.share)
+        per_unit = max(int(choice.variant.launch["units_per_cu"]) for choice in self.context_kernels.score)
+        self._shapes = self.context_sizes.shapes(self._compute_units * per_unit, group.transport == "collective")
+        self._exchange: PeerBuffer | None = None
+
+    def memory(self) -> Memory:
+        """Bytes that :meth:`allocate` takes, by purpose; the exchange buffer is the driver's and shared with peers."""
+        own = tuple((f"context_{n}", math.prod(shape) * dtype.itemsize) for n, shape, dtype in self._shapes)
+        peers = ()
+        if self.group.transport == "peer":
+            from ..parallel.wire import GRANULE
+
+            peers = (("exchange (peer memory)", -(-self.context_sizes.exchange_bytes // GRANULE) * GRANULE),)
+        return Memory(super().memory().items + own + peers)
+
+    def allocate(self) -> None:
+        """Allocate everything, open the exchange buffer on all ranks, and bind the launches."""
+        super().allocate()
+        self.context_buffers = {n: torch.zeros(s, dtype=d, device=self.device) for n, s, d in self._shapes}
+        addresses: list[int] = []
+        if self.group.transport == "peer":
+            self._exchange = self.group.open_buffer(self.context_sizes.exchange_bytes)
+            addresses = self._exchange.addresses
+        self.context = ContextPick(
+            self.context_kernels, self.context_sizes, self._compute_units, self.context_buffers, self.group, addresses,
+            self._bind,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Close the exchange buffer on all ranks."""
+        if self._exchange is not None:
+            self.group.close_buffer(self._exchange)
+            self._exchange = None
+
+    def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
+        """Launch the plan of this rank's share of the blocks."""
+        self.group.check()
+        with on_device(self.device):
+            self.context.plan(block_table, seq_lens, query_len)
+
+    def decode(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
+        """Launch one layer's chain; whatever keeps it from being launched whole is told to the peers."""
+        self.group.check()
+        try:
+            with on_device(self.device):
+                self.context.run(plan, q, cache, out_thk)
+        except PeerError:
+            raise
+        except Exception as error:
+            self.group.abort(f"{type(error).__name__}: {error}")
+            raise
+
+    def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
+        """Exchange the queries and score the own blocks only."""
+        with on_device(self.device):
+            self.context.exchange(plan, q)
+            self.context.score(plan, cache)
+
+    def scores(self, plan: DecodePlan) -> torch.Tensor:
+        """Scores of this rank's blocks for all heads of the group as [B, L, heads, own blocks] fp32."""
+        heads, stride = self.share.total_heads, self.context_sizes.score_stride
+        rows = plan.num_requests * plan.query_len * heads
+        own = -(-(plan.table_blocks - self.group.rank) // self.share.size)
+        scores = self.context_buffers["scores"][: rows * stride].view(rows, stride)[:, :own]
+        return scores.view(plan.num_requests, plan.query_len, heads, -1)

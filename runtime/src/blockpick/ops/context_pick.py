@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel decode by generated kernels: every rank scores its own blocks for all heads of the group.
+
+Plan (once per step), exchange the queries, score, push the best of the own blocks to the ranks of their head, merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..backend_api import Launch
+from ..config import ORDERS, IndexerConfig
+from ..device import current_stream
+from ..dispatch import Choice, Need, select
+from ..layout import HEAD_DIM, page_stride_bytes
+from ..manifest import KernelPackage
+from ..plan import DecodePlan
+from .decode_pick import PLAN_ARGS, SCORE_ARGS, cache_needs
+from .selection import Bind
+
+if TYPE_CHECKING:
+    from ..parallel.group import Group
+    from ..parallel.heads import HeadShare
+
+PUSH, WAIT = 1, 2  # phases of the query exchange
+CONTROL_BYTES = 4096  # before what kernels exchange: the flag and the limit of waits
+WORD_BYTES = 8
+CONTROL_WORDS = CONTROL_BYTES // WORD_BYTES
+EXCHANGE_ARGS = ("q_ptr", "stride_q_t", "stride_q_h", "num_tokens", "phases")
+MERGE_ARGS = ("out_ptr", "stride_out_t", "stride_out_h", "stride_source", "num_requests")
+
+
+@dataclass(frozen=True)
+class ContextKernels:
+    """The chosen variants; ``score`` holds one per query length, of one numeric family with replicated decode."""
+
+    plan: Choice
+    exchange: Choice
+    score: tuple[Choice, ...]
+    push: Choice
+    merge: Choice
+
+    @classmethod
+    def choose(cls, package: KernelPackage, config: IndexerConfig, share: HeadShare, route: str) -> ContextKernels:
+        """Choose the kernels of ``config`` from one package; needs no device.
+
+        Raises
+        ------
+        KernelNotInstalledError
+            When a role has no variant; the message lists every candidate with its reason.
+        """
+        cache = cache_needs(config, config.rounding(package.nvfp4_rounding))
+
+        def columns(query_len: int) -> list[Need]:
+            return [*cache, Need("columns", share.total_heads * query_len, at_least=True)]
+
+        family = select(package, "decode_score", columns(config.max_query_len), route).variant.op
+        score = [
+            select(package, "decode_score", columns(length), route, family)
+            for length in range(1, config.max_query_len + 1)
+        ]
+        topk = [Need("topk", config.topk, at_least=True)]
+        return cls(
+            select(package, "decode_plan", [], route), select(package, "exchange_queries", [], route), tuple(score),
+            select(package, "push_candidates", topk, route), select(package, "merge_ranks", topk, route),
+        )  # fmt: skip
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Every distinct choice."""
+        return (self.plan, self.exchange, *dict.fromkeys(self.score), self.push, self.merge)
+
+
+@dataclass(frozen=True)
+class ContextSizes:
+    """Where queries and candidates lie in the exchanged memory, and the shapes of a rank's own buffers."""
+
+    config: IndexerConfig
+    share: HeadShare
+
+    @property
+    def max_tokens(self) -> int:
+        """Queries of the largest batch."""
+        return self.config.max_requests * self.config.max_query_len
+
+    @property
+    def row_words(self) -> int:
+        """4-byte words of one query."""
+        return HEAD_DIM * self.config.layout.query_dtype.itemsize // 4
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks of the longest request that one rank scores at most."""
+        return -(-self.config.max_blocks // self.share.size)
+
+    @property
+    def score_stride(self) -> int:
+        """Scores between two rows."""
+        return -(-self.own_blocks // 32) * 32
+
+    @property
+    def query_bytes(self) -> int:
+        """Of the words of all queries of one call."""
+        return self.max_tokens * self.share.total_heads * self.row_words * WORD_BYTES
+
+    @property
+    def candidate_bytes(self) -> int:
+        """Of the candidates of all ranks for a rank's rows of one call."""
+        return self.max_tokens * self.share.num_heads * self.share.size * self.config.topk * 2 * WORD_BYTES
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of a rank's exchange buffer: control words, then two of each by parity of the epoch."""
+        return CONTROL_BYTES + 2 * (self.query_bytes + self.candidate_bytes)
+
+    def shapes(self, num_units: int, collective: bool) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+        """Buffers of a rank besides the exchange buffer."""
+        config, tokens, heads = self.config, self.max_tokens, self.share.total_heads
+        own: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
+            ("header", (16,), torch.int32),
+            ("positions", (tokens,), torch.int32),
+            ("local_positions", (tokens,), torch.int32),
+            ("offsets", (config.max_requests + 1,), torch.int32),
+            ("unit_request", (num_units,), torch.int32),
+            ("blocks", (config.max_requests * self.own_blocks,), torch.int32),
+            ("scores", (tokens * heads * self.score_stride,), torch.float32),
+            ("queries", (tokens * heads * self.row_words,), torch.int32),
+            ("peers", (16,), torch.int64),
+            ("epochs", (2,), torch.int64),
+        )
+        if collective:
+            own += (
+                ("gathered_queries", (self.share.size * tokens * config.num_heads * self.row_words,), torch.int32),
+                ("candidates", (CONTROL_WORDS + tokens * heads * config.topk * 2,), torch.int64),
+                ("gathered", (CONTROL_WORDS + self.share.size * tokens * heads * config.topk * 2,), torch.int64),
+            )  # fmt: skip
+        return own
+
+
+class ContextPick:
+    """Context-parallel decode over the buffers of one rank. Grids depend on maxima and the planned batch shape only."""
+
+    def __init__(
+        self, kernels: ContextKernels, sizes: ContextSizes, compute_units: int, buffers: Mapping[str, torch.Tensor],
+        group: Group, addresses: list[int], bind: Bind,
+    ) -> None:  # fmt: skip
+        self._kernels, self._sizes, self._buffers, self._group = kernels, sizes, buffers, group
+        self._units = [compute_units * int(c.variant.launch["units_per_cu"]) for c in kernels.score]
+        self._merge_programs = compute_units * int(kernels.merge.variant.launch["programs_per_cu"])
+        self._exchange_programs = compute_units
+        self._exchange_tile = int(kernels.exchange.variant.launch["tile"])
+        self._plan_chunk = int(kernels.plan.variant.launch["chunk"])
+        self._collective = group.transport == "collective"
+        self._table(addresses)
+        buffers["epochs"].fill_(1)
+        lengths = range(1, sizes.config.max_query_len + 1)
+        self._launches = [self._bind(length, bind) for length in lengths]
+        self._exchange = None if self._collective else self._bind_exchange(bind)
+
+    def _table(self, addresses: list[int]) -> None:
+        """Addresses that kernels store to, by rank, then the one that the merge reads from in place of the own."""
+        sizes, share, buffers = self._sizes, self._sizes.share, self._buffers
+        table = addresses
+        if self._collective:  # candidates of all heads lie in one tensor: the ranks of a head are places in it
+            per_share = share.num_heads * sizes.config.topk * 2 * WORD_BYTES
+            table = [
+                buffers["candidates"].data_ptr() + rank // share.replicas * per_share for rank in range(share.size)
+            ]
+            gathered = buffers["gathered"].data_ptr() + self._first_head() * sizes.config.topk * 2 * WORD_BYTES
+            table += [gathered] * (16 - share.size)
+        self._buffers["peers"][: len(table)] = torch.tensor(table, dtype=torch.int64)
+
+    def _first_head(self) -> int:
+        return self._sizes.share.first_head(self._group.rank)
+
+    def _peer_arguments(self) -> dict[str, Any]:
+        return {"peers_ptr": self._buffers["peers"], "epochs_ptr": self._buffers["epochs"],
+                "cp_size": self._sizes.share.size, "cp_rank": self._group.rank}  # fmt: skip
+
+    def _bind_exchange(self, bind: Bind) -> Launch:
+        share = self._sizes.share
+        fixed = {
+            "queries_ptr": self._buffers["queries"], "record_ptr": self._group.record, "region_bytes": CONTROL_BYTES,
+            "parity_bytes": self._sizes.query_bytes, "num_heads": share.num_heads, "total_heads": share.total_heads,
+            "replicas": share.replicas, "row_words": self._sizes.row_words, **self._peer_arguments(),
+        }  # fmt: skip
+        return bind(self._kernels.exchange, fixed, EXCHANGE_ARGS)
+
+    def _bind(self, length: int, bind: Bind) -> tuple[Launch, Launch, Launch, Launch]:
+        """Launches (plan, score, push, merge) for one query length."""
+        config, share, buffers, kernels = self._sizes.config, self._sizes.share, self._buffers, self._kernels
+        units = self._units[length - 1]
+        lists = {f"{name}_ptr": buffers[name] for name in ("header", "offsets", "unit_request", "blocks")}
+        lists |= {"blocks_per_page": config.layout.blocks_per_page, "query_len": length}
+        ranks = {"cp_size": share.size, "cp_rank": self._group.rank}
+        plan = {
+            **lists, "positions_ptr": buffers["positions"], "local_positions_ptr": buffers["local_positions"],
+            "unscored_blocks": config.unscored_blocks, "num_units": units, **ranks,
+        }  # fmt: skip
+        score = {
+            **lists, "q_ptr": buffers["queries"], "scores_ptr": buffers["scores"],
+            "positions_ptr": buffers["local_positions"], "stride_scores": self._sizes.score_stride,
+            "num_heads": share.total_heads, "stride_q_t": share.total_heads * self._sizes.row_words * 4,
+            "stride_q_h": self._sizes.row_words * 4,
+        }  # fmt: skip
+        rows = {
+            "header_ptr": buffers["header"], "positions_ptr": buffers["positions"], "query_len": length,
+            "num_heads": share.num_heads, "topk": config.topk, "order": ORDERS.index(config.order), **self._regions(),
+            **self._peer_arguments(),
+        }  # fmt: skip
+        push = {
+            **rows, "scores_ptr": buffers["scores"], "stride_scores": self._sizes.score_stride,
+            "total_heads": share.total_heads, "replicas": share.replicas, "init_blocks": config.init_blocks,
+            "local_blocks": config.local_blocks,
+        }  # fmt: skip
+        merge = {**rows, "record_ptr": self._record(), "empty_block_zero": int(config.empty_row == "block_zero")}
+        if self._collective:
+            merge["peers_ptr"] = buffers["peers"][share.size :]
+            merge["cp_rank"] = 0
+        score_args = tuple(name for name in SCORE_ARGS if name not in ("q_ptr", "stride_q_t", "stride_q_h"))
+        del push["stride_source"], merge["stride_source"]
+        return (
+            bind(kernels.plan, plan, PLAN_ARGS), bind(kernels.score[length - 1], score, score_args),
+            bind(kernels.push, push, ("stride_source", "num_requests")), bind(kernels.merge, merge, MERGE_ARGS),
+        )  # fmt: skip
+
+    def _record(self) -> Any:
+        """Where a failed wait is told; gathered candidates are never waited for."""
+        return self._buffers["epochs"] if self._collective else self._group.record
+
+    def _regions(self) -> dict[str, int]:
+        """Where candidates lie, in words: [token, head, rank, slot, word], or as gathered, the rank first."""
+        sizes, share = self._sizes, self._sizes.share
+        row = sizes.config.topk * 2
+        if self._collective:
+            return {"region_bytes": CONTROL_BYTES, "parity_bytes": 0, "stride_row_t": share.total_heads * row,
+                    "stride_row_h": row, "stride_source": 0}  # fmt: skip
+        return {
+            "region_bytes": CONTROL_BYTES + 2 * sizes.query_bytes, "parity_bytes": sizes.candidate_bytes,
+            "stride_row_t": share.num_heads * share.size * row, "stride_row_h": share.size * row, "stride_source": row,
+        }  # fmt: skip
+
+    # ---- launches
+
+    def plan(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
+        """Launch the plan kernel: the blocks of this rank."""
+        num_requests, width = block_table.shape
+        blocks = -(-width * self._sizes.config.layout.blocks_per_page // self._sizes.share.size)
+        chunks = -(-blocks // self._plan_chunk)
+        self._launches[query_len - 1][0](
+            num_requests * chunks, current_stream(block_table.device), seq_lens, block_table, block_table.stride(0),
+            num_requests, width,
+        )  # fmt: skip
+
+    def exchange(self, plan: DecodePlan, q: torch.Tensor, phases: int = PUSH | WAIT) -> None:
+        """Gather the queries of all ranks."""
+        tokens = plan.num_requests * plan.query_len
+        if self._exchange is None:
+            self._gather_queries(q[:tokens])
+            return
+        size, share = q.element_size(), self._sizes.share
+        words = tokens * share.num_heads * (self._sizes.row_words // share.replicas)
+        grid = min(-(-words // self._exchange_tile), self._exchange_programs)
+        self._exchange(
+            grid, current_stream(q.device), q, q.stride(0) * size, q.stride(1) * size, tokens, phases
+        )  # fmt: skip
+
+    def _gather_queries(self, q: torch.Tensor) -> None:
+        share, words = self._sizes.share, self._sizes.row_words
+        tokens, heads = q.shape[0], share.num_heads
+        own = q.contiguous().view(torch.int32)
+        gathered = self._buffers["gathered_queries"][: share.size * own.numel()]
+        self._group.all_gather(gathered, own.view(-1))
+        ranks = gathered.view(share.size, tokens, heads, words)[:: share.replicas]
+        target = self._buffers["queries"][: tokens * share.total_heads * words]
+        target.view(tokens, share.size // share.replicas, heads, words).copy_(ranks.transpose(0, 1))
+
+    def score(self, plan: DecodePlan, cache: torch.Tensor) -> None:
+        """Score the own blocks for all heads."""
+        self._launches[plan.query_len - 1][1](
+            self._units[plan.query_len - 1], current_stream(cache.device), cache, page_stride_bytes(cache),
+            cache.shape[0], plan.num_requests,
+        )  # fmt: skip
+
+    def push(self, plan: DecodePlan, device: torch.device) -> None:
+        """Send the best of the own blocks to the ranks of their head."""
+        rows = plan.num_requests * plan.query_len * self._sizes.share.total_heads
+        stride = self._regions()["stride_source"]
+        self._launches[plan.query_len - 1][2](rows, current_stream(device), stride, plan.num_requests)
+        if self._collective:
+            words = rows * self._sizes.config.topk * 2
+            gathered = self._buffers["gathered"][CONTROL_WORDS:][: self._sizes.share.size * words]
+            self._group.all_gather(gathered, self._buffers["candidates"][CONTROL_WORDS:][:words])
+
+    def merge(self, plan: DecodePlan, out_thk: torch.Tensor) -> None:
+        """Merge the candidates of all ranks into the ids of the own heads."""
+        share = self._sizes.share
+        rows = plan.num_requests * plan.query_len * share.num_heads
+        stride = self._regions()["stride_source"]
+        if self._collective:
+            stride = plan.num_requests * plan.query_len * share.total_heads * self._sizes.config.topk * 2
+        self._launches[plan.query_len - 1][3](
+            min(rows, self._merge_programs), current_stream(out_thk.device), out_thk, out_thk.stride(0),
+            out_thk.stride(1), stride, plan.num_requests,
+        )  # fmt: skip
+
+    def run(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+        """The whole chain of one layer."""
+        self.exchange(plan, q)
+        self.score(plan, cache)
+        self.push(plan, q.device)
+        self.merge(plan, out_thk)
+
