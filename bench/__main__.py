@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from context_rows import context_rows
 from measure import ceilings
 from prefill_rows import prefill_rows
 from rows import decode_rows, host_rows, insert_rows
@@ -48,7 +49,7 @@ def main() -> int:
     for key, value in head.items():
         print(f"# {key}: {value}")
     rows = []
-    for generate in (decode_rows, prefill_rows, insert_rows, host_rows):
+    for generate in (decode_rows, prefill_rows, context_rows, insert_rows, host_rows):
         for row in generate(cases, args.filter, head["ceilings"]):
             rows.append(row)
             print(row["line"], flush=True)

@@ -68,7 +68,7 @@ class Spread:
 
 def make_engine(
     config: IndexerConfig, device: torch.device, backend: str, allow_jit: bool, arch: str | None,
-    spread: Spread = Spread(),  # noqa: B008 # frozen
+    spread: Spread = Spread(),  # frozen
 ) -> tuple[Engine, str, str]:  # fmt: skip
     """The engine, not yet allocated, its route, and why."""
     spread.check(config, device)

@@ -202,6 +202,10 @@ class Indexer:
         """The number by which ``torch.ops.blockpick.decode_pick`` finds this indexer's slot and its current plan."""
         return self._handles[slot]
 
+    def close(self) -> None:
+        """Let go of what is shared with other ranks, on all of them together; an indexer without ranks has nothing."""
+        self._engine.close()
+
     # ---- once per step ----
 
     def plan_decode(

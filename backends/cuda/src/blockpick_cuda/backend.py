@@ -10,20 +10,14 @@ from cuda.bindings import driver
 from blockpick.backend_api import DeviceInfo, KernelBinary
 from blockpick.errors import DriverError, ManifestError
 
+from .driver_calls import check
 from .kernel import CudaKernel
+from .peer import CudaPeerMemory
 
 # One carve-out for all kernels: a multiprocessor changes it only when idle, so a kernel that starts beside the
 # previous one (PDL) would otherwise find too little shared memory for its blocks and run in two waves.
 MAX_SHARED_CARVEOUT = 100  # per cent
 STATIC_SHARED_LIMIT = 48 * 1024  # a block gets more only when asked for
-
-
-def check(result: tuple[Any, ...], call: str) -> Any:
-    """The value of a driver call, or :class:`DriverError`."""
-    code, *values = result
-    if code != driver.CUresult.CUDA_SUCCESS:
-        raise DriverError(int(code), code.name, call)
-    return values[0] if values else None
 
 
 class CudaBackend:
@@ -67,6 +61,10 @@ class CudaBackend:
         finally:
             check(driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
         return CudaKernel(binary, module, function)
+
+    def peer_memory(self, device_index: int) -> CudaPeerMemory:
+        """How one device shares memory with other processes."""
+        return CudaPeerMemory(device_index)
 
 
 def _set(function: Any, binary: KernelBinary, name: str, value: int) -> None:

@@ -3,22 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hip import hip
 
 from blockpick.backend_api import DeviceInfo, KernelBinary
 from blockpick.errors import DriverError
 
+from .driver_calls import check
 from .kernel import RocmKernel
-
-
-def check(result: tuple[Any, ...], call: str) -> Any:
-    """The value of a HIP call, or :class:`DriverError`."""
-    code, *values = result
-    if code != hip.hipError_t.hipSuccess:
-        raise DriverError(int(code), code.name, call)
-    return values[0] if values else None
+from .peer import RocmPeerMemory
 
 
 class RocmBackend:
@@ -54,6 +46,10 @@ class RocmBackend:
         finally:
             check(hip.hipSetDevice(before), f"hipSetDevice({before})")
         return RocmKernel(binary, module, function)
+
+    def peer_memory(self, device_index: int) -> RocmPeerMemory:
+        """How one device shares memory with other processes."""
+        return RocmPeerMemory(device_index)
 
 
 def _describe(index: int, version: str) -> DeviceInfo:

@@ -314,4 +314,3 @@ class ContextPick:
         self.score(plan, cache)
         self.push(plan, q.device)
         self.merge(plan, out_thk)
-

@@ -32,6 +32,9 @@ class Engine(Protocol):
     def allocate(self) -> None:
         """Allocate everything and bind the launches."""
 
+    def close(self) -> None:
+        """Let go of what is shared with other ranks."""
+
     def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Prepare the slot for a decode step; tensors are checked."""
 
@@ -111,6 +114,9 @@ class KernelEngine:
         self.prefills: list[PrefillPick] = []
         if self.prefill_kernels is not None:
             self.prefills = [PrefillPick(self.prefill_kernels, *arguments, slot, self._bind) for slot in self.buffers]
+
+    def close(self) -> None:
+        """Nothing is shared."""
 
     def _bind(self, choice: Choice, fixed: Mapping[str, Any], dynamic: tuple[str, ...]) -> Launch:
         return load(choice.variant, self.route, self._info).bind(fixed, dynamic)

@@ -86,7 +86,7 @@ class PeerBuffer:
 
     def _map(self, offered: list[tuple[bytes, str | None]]) -> None:
         member = self._member
-        assert self._own is not None  # noqa: S101 # exported before
+        assert self._own is not None  # exported before
         handles = [
             Handle.parse(data, rank, member.token, member.kind, self.size) for rank, (data, _) in enumerate(offered)
         ]

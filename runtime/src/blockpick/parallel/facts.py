@@ -81,7 +81,8 @@ def agree(facts: Sequence[RankFacts]) -> Agreement:
         values = [getattr(fact, name) for fact in facts]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            raise PeerError(f"ranks differ in {name}: {values[0]!r} on rank 0, {values[other]!r} on rank {other}", other)
+            told = f"{values[0]!r} on rank 0, {values[other]!r} on rank {other}"
+            raise PeerError(f"ranks differ in {name}: {told}", other)
     transport, kind, *_ = facts[0].asked
     if transport == "collective":
         return Agreement("collective", None, "asked for")

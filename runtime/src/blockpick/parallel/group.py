@@ -156,7 +156,7 @@ class RankGroup:
     def _connect(self, asked: str | None) -> None:
         """Set up the board and try the peers' memory; fall back together where ``peer`` was not asked for."""
         token = self._gather(secrets.token_bytes(TOKEN_BYTES) if self.rank == 0 else None)[0]
-        assert self._agreement.kind is not None and self._memory is not None  # noqa: S101 # agreed on ``peer``
+        assert self._agreement.kind is not None and self._memory is not None  # agreed on ``peer``
         self._member = Membership(
             self.rank, token, self._agreement.kind, [fact.process for fact in self._facts], self._gather, self._memory
         )
@@ -194,7 +194,7 @@ class RankGroup:
             for rank in range(self.size):
                 buffer.write(rank, 64 + 8 * self.rank, struct.pack("<q", self.rank + 1))
             self._gather(None)
-            assert self._memory is not None  # noqa: S101
+            assert self._memory is not None
             data = self._memory.read(buffer.addresses[self.rank] + 64, 8 * self.size)
             wrong = [rank for rank, (number,) in enumerate(struct.iter_unpack("<q", data)) if number != rank + 1]
             answers = self._gather(wrong)
@@ -231,7 +231,7 @@ class RankGroup:
         if self.transport == "peer":
             lines.append(f"a wait ends after {limit:g} s ({'serving' if self._serving else 'start-up'})")
         lines += [
-            f"  rank {rank}: {fact.vendor} {fact.device} ({fact.driver}), can share {', '.join(fact.kinds) or 'nothing'}"
+            f"  rank {rank}: {fact.vendor} {fact.device} ({fact.driver}), shares {', '.join(fact.kinds) or 'nothing'}"
             for rank, fact in enumerate(self._facts)
         ]
         return "\n".join(lines)
@@ -268,7 +268,7 @@ class RankGroup:
         self._buffers.remove(buffer)
         self._opened += 1
         buffer.unmap()
-        assert self._board is not None  # noqa: S101 # there are buffers
+        assert self._board is not None  # there are buffers
         self._board.let_go()
         if not self._board.wait_until_let_go(self._opened, CLOSE_LIMIT_S):
             buffer.free()

@@ -34,6 +34,9 @@ class ReferenceEngine:
     def allocate(self) -> None:
         """Nothing to allocate."""
 
+    def close(self) -> None:
+        """Nothing is shared."""
+
     def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Keep copies of the step's metadata."""
         self._steps[slot] = (block_table.clone(), seq_lens.clone())

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches for decode over ranks, and the ids that replicated decode picks for them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from blockpick import CacheLayout, Indexer, insert
+from blockpick.parallel.heads import HeadShare
+
+TOTAL_HEADS = 4
+SENTINEL = -77
+
+
+@dataclass(frozen=True)
+class ContextCase:
+    """One decode batch of all ranks: the same table, lengths and cache on each, other heads."""
+
+    name: str
+    dtype: str = "bf16"
+    lens: tuple[int, ...] = (2500, 2304, 641, 0, 5)
+    query_len: int = 2
+    order: str = "score"
+    topk: int = 16
+    init_blocks: int = 0
+    local_blocks: int = 1
+    page_size: int = 128
+    rounding: str | None = None
+    empty_row: str = "minus_one"
+    out_layout: str = "thk"
+    data: str = "integer"
+    seed: int = 5
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The cache."""
+        return CacheLayout(self.dtype, self.page_size)
+
+    @property
+    def width(self) -> int:
+        """Pages of the longest request."""
+        return -(-max(*self.lens, 1) // self.page_size)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Of an indexer that fits the case."""
+        return {
+            "topk": self.topk, "init_blocks": self.init_blocks, "local_blocks": self.local_blocks, "order": self.order,
+            "empty_row": self.empty_row, "out_layout": self.out_layout, "nvfp4_rounding": self.rounding,
+            "max_requests": len(self.lens) + 1, "max_query_len": self.query_len,
+            "max_seq_len": self.width * self.page_size,
+        }  # fmt: skip
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Cache, block table, lengths and the queries of all heads."""
+        generator = torch.Generator().manual_seed(self.seed)
+        pages = len(self.lens) * self.width
+        cache = self.layout.empty(pages, "cpu")
+        tokens = pages * self.page_size
+        if self.data == "integer":  # sums are exact in fp32, and ties are many
+            keys = torch.randint(-2, 3, (tokens, 128), generator=generator).bfloat16()
+            q = torch.randint(-2, 3, (len(self.lens) * self.query_len, TOTAL_HEADS, 128), generator=generator).float()
+        else:
+            keys = torch.randn(tokens, 128, generator=generator).bfloat16()
+            q = torch.randn(len(self.lens) * self.query_len, TOTAL_HEADS, 128, generator=generator)
+        if self.data == "special":
+            keys[torch.rand(tokens, generator=generator) < 0.3] = float("nan")
+            keys[256:384] = float("nan")
+            if self.dtype == "bf16":
+                keys[384:512, 0] = float("inf")
+                keys[512:640, 0] = float("-inf")
+            q[1::3] = float("nan")
+            q[0, :, 0] = 1.0
+        insert(self.layout, cache, keys, torch.arange(tokens), backend="reference")
+        table = torch.randperm(pages, generator=generator).int().view(len(self.lens), self.width)
+        q = q.to(self.layout.query_dtype)
+        if self.dtype != "bf16" and self.data == "special":  # both NaN bytes of e4m3
+            raw = q.view(torch.uint8)
+            raw[1::6] = torch.where(raw[1::6] == 0x7F, 0xFF, raw[1::6])
+        return cache, table, torch.tensor(self.lens, dtype=torch.int32), q
+
+
+@functools.lru_cache(maxsize=4)
+def replicated(case: ContextCase, backend: str, arch: str | None, device: str) -> torch.Tensor:
+    """Ids [T, all heads, topk] of replicated decode on the same kernels."""
+    cache, table, lens, q = (tensor.to(device) for tensor in case.batch())
+    indexer = Indexer(
+        case.layout, num_heads=TOTAL_HEADS, device=device, backend=backend, arch=arch,
+        **{**case.options, "out_layout": "thk"},
+    )  # fmt: skip
+    out = torch.full((len(q), TOTAL_HEADS, case.topk), SENTINEL, dtype=torch.int32, device=device)
+    return indexer.decode(indexer.plan_decode(table, lens, query_len=case.query_len), q, cache, out).cpu()
+
+
+def heads_of(rank: int, size: int) -> slice:
+    """The heads of a rank: 4 over 2 and 4 ranks, 2 replicas of each over 8."""
+    share = HeadShare.of(size, max(TOTAL_HEADS // size, 1), TOTAL_HEADS)
+    return slice(share.first_head(rank), share.first_head(rank) + share.num_heads)
+
+
+CACHES = (("bf16", None), ("e4m3fn", None), ("nvfp4", "exact"), ("nvfp4", "e4m3"))
+CASES = [
+    ContextCase(f"{dtype}-{rounding}-{order}", dtype, order=order, rounding=rounding)
+    for dtype, rounding in CACHES for order in ("score", "local_last", "ascending")
+] + [
+    ContextCase("init-and-local", lens=(2500, 640, 130), init_blocks=2, local_blocks=3, query_len=1),
+    ContextCase("topk-40-page-256", "e4m3fn", lens=(6000, 5377, 700), topk=40, page_size=256, query_len=1),
+    ContextCase("topk-1", lens=(2500, 129), topk=1, query_len=1),
+    ContextCase("block-zero-htk", lens=(0, 300, 2500), empty_row="block_zero", out_layout="htk", order="local_last"),
+    ContextCase("q8", "nvfp4", lens=(2500, 7, 641), rounding="exact", query_len=8, order="local_last"),
+    ContextCase("short", lens=(1, 128, 129, 640), query_len=1),  # ranks with no, one or two blocks
+    ContextCase("special-bf16", data="special", query_len=3),
+    ContextCase("special-e4m3fn", "e4m3fn", data="special", query_len=3),
+    ContextCase("special-nvfp4", "nvfp4", data="special", rounding="exact", query_len=3),
+]  # fmt: skip

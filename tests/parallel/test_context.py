@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode over ranks picks what replicated decode picks: processes that share memory and spin on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from parallel import tasks
+from parallel.context_cases import CASES, ContextCase
+from parallel.ranks import Ranks
+
+
+@pytest.fixture(scope="module", params=[2, 4, 8])
+def ranks(request) -> Iterator[Ranks]:
+    with Ranks(request.param) as found:
+        found.run(tasks.make_group)
+        yield found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ids_are_those_of_replicated_decode(ranks, case):
+    assert ranks.run(tasks.decode, case) == [[]] * ranks.size
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("order", ["score", "local_last"])
+def test_changing_batches_and_a_slow_rank(ranks, dtype, order):
+    """All short and long batches in turn: rows without candidates, calls without work; on a GPU by graph replay."""
+    ranks.run(tasks.make_group)  # every soak ends the start-up
+    case = ContextCase(f"soak-{dtype}-{order}", dtype, lens=(2500, 2304, 2559), order=order)
+    calls = 1000 // ranks.size if torch.cuda.is_available() else 8
+    assert ranks.run(tasks.soak, case, calls, 1) == [[]] * ranks.size
