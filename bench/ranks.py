@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python bench/ranks.py --size 2 [--json FILE]``: context-parallel decode on several GPUs of one host, one process each.
+"""``python bench/ranks.py --size 2``: context-parallel decode on several GPUs of one host, a process each.
 
 Every rank times, in graphs of 16 layers that start together, the whole chain over each transport, the query exchange
 alone, and the replicated op of its heads on the same GPU. Ids are compared with the replicated op's first.

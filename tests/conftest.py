@@ -23,6 +23,7 @@ from blockpick.manifest import installed_packages  # noqa: E402
 
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # a queue per stream: ranks on streams wait for each other
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

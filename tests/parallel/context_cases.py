@@ -86,6 +86,11 @@ class ContextCase:
         return cache, table, torch.tensor(self.lens, dtype=torch.int32), q
 
 
+def turned(q: torch.Tensor, turn: int) -> torch.Tensor:
+    """Queries with their tokens rolled by ``turn``; torch rolls no fp8."""
+    return q.view(torch.uint8).roll(turn, 0).view(q.dtype)
+
+
 @functools.lru_cache(maxsize=4)
 def replicated(case: ContextCase, backend: str, arch: str | None, device: str) -> torch.Tensor:
     """Ids [T, all heads, topk] of replicated decode on the same kernels."""

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import torch
-from parallel.context_cases import SENTINEL, TOTAL_HEADS, ContextCase, heads_of
+from parallel.context_cases import SENTINEL, TOTAL_HEADS, ContextCase, heads_of, turned
 from parallel.tasks import BANK
 
 from blockpick import Indexer
@@ -64,7 +64,7 @@ def soak_streams(case: ContextCase, size: int, replays: int) -> tuple[list[tuple
     alone = Indexer(case.layout, num_heads=TOTAL_HEADS, device="cuda", **case.options)
     bank = []
     for turn, row in enumerate(BANK):
-        lens, queries = torch.tensor(row, dtype=torch.int32, device="cuda"), q.roll(turn, 0)
+        lens, queries = torch.tensor(row, dtype=torch.int32, device="cuda"), turned(q, turn)
         out = torch.full((len(q), TOTAL_HEADS, case.topk), SENTINEL, dtype=torch.int32, device="cuda")
         plan = alone.plan_decode(table, lens, query_len=case.query_len)
         bank.append((lens, queries, alone.decode(plan, queries, cache, out)))

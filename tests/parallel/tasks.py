@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from parallel.context_cases import SENTINEL, ContextCase, heads_of, replicated
+from parallel.context_cases import SENTINEL, ContextCase, heads_of, replicated, turned
 from parallel.ranks import Rank
 
 import blockpick
@@ -24,10 +24,10 @@ def place(context: Rank) -> dict[str, Any]:
     return {"device": device, "backend": "aot", "arch": None}
 
 
-def make_group(context: Rank, **options: Any) -> str:
+def make_group(context: Rank, options: dict[str, Any] | None = None) -> str:
     """A group that stays; its explanation."""
     drop_group(context)
-    context.kept["group"] = RankGroup(device=place(context)["device"], **options)
+    context.kept["group"] = RankGroup(device=place(context)["device"], **(options or {}))
     return context.kept["group"].explain()
 
 
@@ -101,7 +101,7 @@ def soak(context: Rank, case: ContextCase, calls: int, slow_rank: int) -> list[i
     where, heads = place(context), heads_of(context.rank, context.size)
     device = where["device"]
     cache, table, lens, q = (tensor.to(device) for tensor in case.batch())
-    queries = [q.roll(turn, 0) for turn in range(len(BANK))]
+    queries = [turned(q, turn) for turn in range(len(BANK))]
     lengths = [torch.tensor(row, dtype=torch.int32, device=device) for row in BANK]
     alone = Indexer(case.layout, num_heads=q.shape[1], **where, **case.options)
     expected = []

@@ -32,3 +32,12 @@ def test_changing_batches_and_a_slow_rank(ranks, dtype, order):
     case = ContextCase(f"soak-{dtype}-{order}", dtype, lens=(2500, 2304, 2559), order=order)
     calls = 1000 // ranks.size if torch.cuda.is_available() else 8
     assert ranks.run(tasks.soak, case, calls, 1) == [[]] * ranks.size
+
+
+@pytest.mark.gpu
+@pytest.mark.requires(ngpus=1)
+@pytest.mark.parametrize("kind", ["ipc", "posix_fd"])
+def test_every_kind_of_handle(ranks, kind):
+    told = ranks.run(tasks.make_group, {"transport": "peer", "handle_kind": kind})
+    assert all(f"through {kind} handles" in text for text in told)
+    assert ranks.run(tasks.decode, CASES[0]) == [[]] * ranks.size

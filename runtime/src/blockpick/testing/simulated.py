@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..checks import resolve_device
 from ..errors import PeerError
 from ..indexer import Indexer
 from ..ops.context_engine import ContextEngine
@@ -73,7 +74,8 @@ class SimulatedGroup:
 def simulated_groups(size: int, device: torch.device | str, limit_s: float = 5.0) -> list[SimulatedGroup]:
     """The ranks of a simulated group."""
     shared: list[SimulatedBuffer] = []
-    return [SimulatedGroup(rank, size, torch.device(device), shared, limit_s) for rank in range(size)]
+    where = resolve_device(device)
+    return [SimulatedGroup(rank, size, where, shared, limit_s) for rank in range(size)]
 
 
 def decode_in_phases(
