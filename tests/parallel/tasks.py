@@ -152,3 +152,238 @@ def be_slow(device: str) -> None:
         time.sleep(0.3)
     else:
         torch.cuda._sleep(2_000_000)
+
+
+# ---- failures
+
+
+def prepare(context: Rank, case: ContextCase) -> None:
+    """Keep an indexer, a plan and tensors of the case."""
+    device, heads = place(context)["device"], heads_of(context.rank, context.size)
+    cache, table, lens, q = (tensor.to(device) for tensor in case.batch())
+    indexer = make_indexer(context, case)
+    out = torch.full((len(q), heads.stop - heads.start, case.topk), SENTINEL, dtype=torch.int32, device=device)
+    context.kept["indexer"] = indexer
+    context.kept["batch"] = (table, lens, case.query_len)
+    context.kept["tensors"] = (q[:, heads].contiguous(), cache, out)
+    context.kept["plan"] = indexer.plan_decode(table, lens, query_len=case.query_len)
+
+
+def stages(context: Rank) -> dict[str, Any]:
+    """The launches of one layer by name, in order."""
+    chain, plan = context.kept["indexer"]._engine.context, context.kept["plan"]
+    q, cache, out = context.kept["tensors"]
+    return {
+        "exchange": lambda: chain.exchange(plan, q),
+        "score": lambda: chain.score(plan, cache),
+        "push": lambda: chain.push(plan, q.device),
+        "merge": lambda: chain.merge(plan, out),
+    }
+
+
+def run_stages(context: Rank, until: str | None) -> None:
+    """One layer, without the stage ``until`` and all after it."""
+    for name, stage in stages(context).items():
+        if name == until:
+            break
+        stage()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def replay_layers(context: Rank, layers: int) -> tuple[list[float], bool]:
+    """Layers as a graph would replay them, whatever happens: seconds of each, and whether all rows ended up empty."""
+    out, seconds = context.kept["tensors"][2], []
+    for _ in range(layers):
+        begin = time.monotonic()
+        out.fill_(SENTINEL)
+        run_stages(context, None)
+        seconds.append(time.monotonic() - begin)
+    return seconds, bool((out == -1).all())
+
+
+def what_raises(context: Rank) -> list[tuple[str, str, int | None]]:
+    """Error, message and peer of every call that must report a failed rank."""
+    indexer, (table, lens, query_len) = context.kept["indexer"], context.kept["batch"]
+    q, cache, out = context.kept["tensors"]
+    calls = (
+        lambda: context.kept["group"].check(),
+        lambda: indexer.plan_decode(table, lens, query_len=query_len),
+        lambda: indexer.decode(context.kept["plan"], q, cache, out),
+    )
+    found = []
+    for call in calls:
+        try:
+            call()
+        except blockpick.PeerError as error:
+            found.append((type(error).__name__, str(error), error.peer))
+    return found
+
+
+def fail_inside_decode(context: Rank) -> str:
+    """Raise between two launches of a layer, as a driver error would."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    context.kept["indexer"]._engine.context.push = broken
+    q, cache, out = context.kept["tensors"]
+    try:
+        context.kept["indexer"].decode(context.kept["plan"], q, cache, out)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def decode_once(context: Rank) -> float:
+    """Seconds that one decode takes, the wait for its end included."""
+    begin = time.monotonic()
+    q, cache, out = context.kept["tensors"]
+    context.kept["indexer"].decode(context.kept["plan"], q, cache, out)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.monotonic() - begin
+
+
+def regroup(context: Rank, survivors: list[int], case: ContextCase) -> list[str]:
+    """Drop the broken group, make one of the survivors, decode."""
+    drop_group(context)
+    process_group = torch.distributed.new_group(survivors, use_local_synchronization=True)
+    place_before = context.rank, context.size
+    context.rank, context.size = survivors.index(context.rank), len(survivors)
+    context.kept["group"] = RankGroup(process_group, device=place(context)["device"])
+    problems = decode(context, case, 1)
+    drop_group(context)
+    context.rank, context.size = place_before
+    return problems
+
+
+def open_with(context: Rank, change: str | None) -> str:
+    """Open a buffer while rank 1 offers something else; the error, or nothing."""
+    from blockpick.parallel import buffer as module
+
+    group, export = context.kept["group"], module.PeerBuffer._export
+
+    def changed(self: Any, server: Any) -> Any:
+        data, path = export(self, server)
+        return CHANGES[change](self, data), path
+
+    if change is not None and context.rank == 1:
+        module.PeerBuffer._export = changed
+    try:
+        opened = group.open_buffer(1)
+    except blockpick.PeerError as error:
+        return str(error)
+    finally:
+        module.PeerBuffer._export = export
+    group.close_buffer(opened)
+    return ""
+
+
+def dangling(buffer: Any, data: bytes) -> bytes:
+    """Free what was exported before anybody opens it."""
+    if buffer._own.descriptor is not None:
+        os.ftruncate(buffer._own.descriptor, 0)
+    else:
+        buffer._own.close()
+        buffer._own = None
+    return data
+
+
+def repacked(data: bytes, at: int, value: bytes) -> bytes:
+    """A handle with some bytes replaced and a right checksum."""
+    import struct
+    import zlib
+
+    body = data[:at] + value + data[at + len(value) : -4]
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+CHANGES = {
+    "truncated": lambda buffer, data: data[:-9],
+    "empty": lambda buffer, data: b"",
+    "oversized": lambda buffer, data: data + b"\0" * 400,
+    "malformed": lambda buffer, data: b"XXXX" + data[4:],
+    "damaged": lambda buffer, data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
+    "foreign token": lambda buffer, data: repacked(data, 20, b"\7" * 16),
+    "foreign owner": lambda buffer, data: repacked(data, 8, (0).to_bytes(4, "little")),
+    "other size": lambda buffer, data: repacked(data, 12, (4 << 20).to_bytes(8, "little")),
+    "other kind": lambda buffer, data: repacked(data, 6, (2).to_bytes(2, "little")),
+    "no bytes": lambda buffer, data: None,
+    "dangling": dangling,
+}
+
+
+def different_sizes(context: Rank) -> str:
+    """Every rank asks for another size."""
+    try:
+        context.kept["group"].open_buffer((context.rank + 1) * (4 << 20))
+    except blockpick.PeerError as error:
+        return str(error)
+    return ""
+
+
+def group_error(context: Rank, options: list[dict[str, Any]]) -> str:
+    """Make a group with this rank's options; the error."""
+    try:
+        make_group(context, options[context.rank % len(options)])
+    except blockpick.BlockpickError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def many_groups(context: Rank, count: int, case: ContextCase) -> dict[str, list[int]]:
+    """Make, use and drop groups; descriptors, mappings and device bytes in use at the start and at the end."""
+    found: dict[str, list[int]] = {"descriptors": [], "mappings": [], "device_bytes": []}
+    for number in range(count + 2):
+        make_group(context)
+        if number % 20 == 0:
+            prepare(context, case)
+            run_stages(context, None)
+            context.kept["indexer"].close()
+        drop_group(context)
+        if number in (1, count + 1):  # the first group loads libraries
+            found["descriptors"].append(open_files(context))
+            with open("/proc/self/maps") as maps:
+                found["mappings"].append(sum("blockpick" in line for line in maps))
+            free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+            found["device_bytes"].append(-free)
+    return found
+
+
+def sleep_and_wake(context: Rank, case: ContextCase) -> list[str]:
+    """Release the peer memory and build it anew; ids before and after."""
+    prepare(context, case)
+    indexer, (q, cache, out) = context.kept["indexer"], context.kept["tensors"]
+    before = indexer.decode(context.kept["plan"], q, cache, out).clone()
+    indexer.sleep()
+    problems = []
+    try:
+        indexer.decode(context.kept["plan"], q, cache, out)
+        problems.append("a sleeping indexer decodes")
+    except blockpick.StalePlanError:
+        pass
+    indexer.wake()
+    table, lens, query_len = context.kept["batch"]
+    plan = indexer.plan_decode(table, lens, query_len=query_len)
+    if not torch.equal(indexer.decode(plan, q, cache, torch.full_like(out, SENTINEL)), before):
+        problems.append("other ids after waking")
+    indexer.close()
+    return problems
+
+
+def subgroups(context: Rank) -> list[str]:
+    """Groups over some of the ranks, then all, dropped and made again."""
+    told = []
+    for members in (context.size // 2, context.size, context.size // 2):
+        process_group = torch.distributed.new_group(list(range(members)))
+        if context.rank < members:
+            with RankGroup(process_group, device=place(context)["device"]) as group:
+                buffer = group.open_buffer(1 << 20)
+                told.append(f"{group.size}: {len(buffer.addresses)}")
+    return told
+
+
+def kept(context: Rank) -> list[str]:
+    """Names of what is kept."""
+    return sorted(context.kept)

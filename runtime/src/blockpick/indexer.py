@@ -206,6 +206,18 @@ class Indexer:
         """Let go of what is shared with other ranks, on all of them together; an indexer without ranks has nothing."""
         self._engine.close()
 
+    def sleep(self) -> None:
+        """Give the memory that ranks share back, on all ranks together; plans end. An indexer without ranks has none.
+
+        After :meth:`wake` the memory lies elsewhere: plan anew, and capture graphs anew.
+        """
+        self._plans = [None] * self.config.slots
+        self._engine.close()
+
+    def wake(self) -> None:
+        """Build the shared memory anew after :meth:`sleep`, on all ranks together."""
+        self._engine.reopen()
+
     # ---- once per step ----
 
     def plan_decode(

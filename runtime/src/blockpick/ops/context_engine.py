@@ -55,6 +55,10 @@ class ContextEngine(KernelEngine):
         """Allocate everything, open the exchange buffer on all ranks, and bind the launches."""
         super().allocate()
         self.context_buffers = {n: torch.zeros(s, dtype=d, device=self.device) for n, s, d in self._shapes}
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Open the exchange buffer on all ranks and bind the launches to it."""
         addresses: list[int] = []
         if self.group.transport == "peer":
             self._exchange = self.group.open_buffer(self.context_sizes.exchange_bytes)

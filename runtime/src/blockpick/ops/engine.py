@@ -35,6 +35,9 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of what is shared with other ranks."""
 
+    def reopen(self) -> None:
+        """Share it anew."""
+
     def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Prepare the slot for a decode step; tensors are checked."""
 
@@ -116,6 +119,9 @@ class KernelEngine:
             self.prefills = [PrefillPick(self.prefill_kernels, *arguments, slot, self._bind) for slot in self.buffers]
 
     def close(self) -> None:
+        """Nothing is shared."""
+
+    def reopen(self) -> None:
         """Nothing is shared."""
 
     def _bind(self, choice: Choice, fixed: Mapping[str, Any], dynamic: tuple[str, ...]) -> Launch:

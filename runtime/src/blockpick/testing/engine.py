@@ -37,6 +37,9 @@ class ReferenceEngine:
     def close(self) -> None:
         """Nothing is shared."""
 
+    def reopen(self) -> None:
+        """Nothing is shared."""
+
     def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Keep copies of the step's metadata."""
         self._steps[slot] = (block_table.clone(), seq_lens.clone())

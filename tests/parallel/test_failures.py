@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are late, raise, or die: the others say so in time, and memory goes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from parallel import tasks
+from parallel.context_cases import ContextCase
+from parallel.ranks import Ranks
+
+LIMITS = (
+    {"timeout_s": 2.0, "startup_timeout_s": 2.0}
+    if torch.cuda.is_available()
+    else {"timeout_s": 0.3, "startup_timeout_s": 0.3}
+)
+PATIENT = {"timeout_s": 60.0, "startup_timeout_s": 60.0}
+CASE = ContextCase("failures", lens=(2500, 700), query_len=1)
+SETTLED_S = 10.0 if torch.cuda.is_available() else 120.0  # a dead rank is reported; interpreted waits count polls
+KILL_LIMIT_S = 5.0 if torch.cuda.is_available() else 0.5
+STAGES = ["exchange", "score", "push", "merge"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as found:
+        yield found
+
+
+def test_a_late_rank_is_named_and_all_layers_end(ranks):
+    """One rank does not come: the first wait takes the limit, the waits of all other layers end at once."""
+    ranks.run(tasks.make_group, LIMITS)
+    ranks.run(tasks.prepare, CASE)
+    layers = 57 if torch.cuda.is_available() else 4
+    ranks.start(tasks.replay_layers, layers, ranks=[0])
+    seconds, empty = ranks.finish(ranks=[0])[0]
+    assert empty and seconds[0] > (1.0 if torch.cuda.is_available() else 0.1)
+    assert sum(seconds[1:]) < (1.0 if torch.cuda.is_available() else 30.0)
+    ranks.start(tasks.what_raises, ranks=[0])
+    raised = ranks.finish(ranks=[0])[0]
+    assert [kind for kind, _, _ in raised] == ["PeerError"] * 3
+    for _, text, peer in raised:
+        assert peer == 1 and "rank 0: the query exchange of epoch 1 waited in vain for rank 1" in text
+
+
+def test_a_late_merge_names_its_stage(ranks):
+    ranks.run(tasks.make_group, LIMITS)
+    ranks.run(tasks.prepare, CASE)
+    ranks.start(tasks.run_stages, "push", ranks=[1])
+    ranks.start(tasks.run_stages, None, ranks=[0])
+    ranks.finish()
+    ranks.start(tasks.what_raises, ranks=[0])
+    raised = ranks.finish(ranks=[0])[0]
+    assert all("the candidate merge of epoch 1 waited in vain for rank 1" in text for _, text, _ in raised)
+
+
+def test_an_exception_on_one_rank_ends_the_waits_of_the_others(ranks):
+    ranks.run(tasks.make_group, PATIENT)
+    ranks.run(tasks.prepare, CASE)
+    ranks.start(tasks.decode_once, ranks=[0])
+    ranks.start(tasks.fail_inside_decode, ranks=[1])
+    seconds, told = ranks.finish()
+    assert told == "planted" and seconds < 30.0
+    raised = ranks.run(tasks.what_raises)
+    assert all("rank 1 aborted: RuntimeError: planted" in text for rank in raised for _, text, _ in rank)
+    assert [len(rank) for rank in raised] == [3, 3]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_killed_at_any_stage(stage):
+    """Two of four ranks survive, raise within ten seconds, and decode in a group of their own."""
+    with Ranks(4) as ranks:
+        ranks.run(tasks.make_group, {"timeout_s": KILL_LIMIT_S, "startup_timeout_s": KILL_LIMIT_S})
+        ranks.run(tasks.prepare, CASE)
+        ranks.start(tasks.run_stages, stage, ranks=[2, 3])
+        ranks.start(tasks.run_stages, None, ranks=[0, 1])
+        ranks.finish(ranks=[2, 3])
+        begin = time.monotonic()
+        ranks.kill(2)
+        ranks.kill(3)
+        ranks.finish(ranks=[0, 1])
+        ranks.start(tasks.what_raises, ranks=[0, 1])
+        raised = ranks.finish(ranks=[0, 1])
+        assert time.monotonic() - begin < SETTLED_S
+        if stage != "merge":  # both pushed all that the survivors need
+            for rank in raised:
+                assert [peer in (2, 3) for _, _, peer in rank] == [True] * 3
+                assert all("whose process is gone" in text for _, text, _ in rank)
+        ranks.start(tasks.regroup, [0, 1], CASE, ranks=[0, 1])
+        assert ranks.finish(ranks=[0, 1]) == [[], []]
+
+
+@pytest.mark.parametrize("change", tasks.CHANGES)
+def test_a_bad_handle_is_refused_on_all_ranks(ranks, change):
+    if "group" not in ranks.run(tasks.kept)[0]:
+        ranks.run(tasks.make_group, PATIENT)
+    told = ranks.run(tasks.open_with, change)
+    assert all("peer buffer of 2097152 bytes: can't map" in text and "rank 1" in text for text in told), told
+    assert ranks.run(tasks.open_with, None) == ["", ""]
+
+
+def test_ranks_that_ask_for_different_things(ranks):
+    told = ranks.run(tasks.group_error, [{"timeout_s": 1.0}, {"timeout_s": 2.0}])
+    assert len(set(told)) == 1 and "ranks differ in asked" in told[0]
+    ranks.run(tasks.make_group, PATIENT)
+    sizes = ranks.run(tasks.different_sizes)
+    assert all("the group agreed on" in text for text in sizes), sizes
+
+
+def test_a_kind_that_nobody_has_is_refused_with_what_there_is(ranks):
+    told = ranks.run(tasks.group_error, [{"transport": "peer", "handle_kind": "fabric"}])
+    if not torch.cuda.is_available():
+        assert all("handle_kind='fabric' can't be shared; possible here: posix_fd" in text for text in told)
+
+
+def test_groups_come_and_go_without_a_trace(ranks):
+    count = 100 if torch.cuda.is_available() else 40
+    for found in ranks.run(tasks.many_groups, count, CASE):
+        assert found["descriptors"][0] == found["descriptors"][1]
+        assert found["mappings"] == [0, 0]
+        assert found["device_bytes"][1] - found["device_bytes"][0] < 8 << 20
+
+
+def test_sleeping_gives_the_memory_back(ranks):
+    ranks.run(tasks.make_group, PATIENT)
+    assert ranks.run(tasks.sleep_and_wake, CASE) == [[], []]
+
+
+def test_a_group_over_some_ranks_then_all():
+    with Ranks(4) as ranks:
+        told = ranks.run(tasks.subgroups, limit_s=60.0)
+        assert told == [["2: 2", "4: 4", "2: 2"]] * 2 + [["4: 4"]] * 2
