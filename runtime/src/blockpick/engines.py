@@ -59,11 +59,19 @@ class Spread:
         if self.group.device != device:
             raise UnsupportedConfigError(f"Indexer: device {device}, but the group was made for {self.group.device}")
 
-    def obstacle(self, backend: str) -> str | None:
+    def obstacle(self) -> str | None:
         """Why decode stays on one rank although ``parallel`` asks for more; the same on all ranks."""
-        if self.group is not None and self.group.size not in RANKS:
+        if self.parallel and self.group is not None and self.group.size not in RANKS:
             return f"the group has {self.group.size} rank(s); decode is spread over {', '.join(map(str, RANKS))}"
         return None
+
+    def explain(self) -> list[str]:
+        """How decode is spread, and why not where it isn't though asked for."""
+        if self.group is None:
+            return []
+        obstacle = self.obstacle()
+        used = f"not used: {obstacle}; every rank decodes on its own" if obstacle else "asked for"
+        return [f"parallel {self.parallel}: {used}", *self.group.explain().splitlines()]
 
 
 def make_engine(
@@ -72,7 +80,7 @@ def make_engine(
 ) -> tuple[Engine, str, str]:  # fmt: skip
     """The engine, not yet allocated, its route, and why."""
     spread.check(config, device)
-    obstacle = spread.obstacle(backend) if spread.parallel else None
+    obstacle = spread.obstacle()
     if obstacle:
         _warn_once(f"parallel={spread.parallel!r} is not used: {obstacle}; every rank decodes on its own")
     group = spread.group if spread.parallel and not obstacle else None

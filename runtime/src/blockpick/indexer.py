@@ -112,8 +112,10 @@ class Indexer:
             prefill_numerics, topk_every, topk_offset,
         )  # fmt: skip
         self.device = resolve_device(device)
-        spread = Spread(parallel, group, total_heads)
-        self._engine, self.route, self._reason = make_engine(self.config, self.device, backend, allow_jit, arch, spread)
+        self._spread = Spread(parallel, group, total_heads)
+        self._engine, self.route, self._reason = make_engine(
+            self.config, self.device, backend, allow_jit, arch, self._spread
+        )
         self._engine.allocate()
         staged = self.config.slots if self.config.max_prefill_tokens else 0
         self._staging = [StepStaging(self.config, self.device) for _ in range(staged)]
@@ -166,6 +168,7 @@ class Indexer:
             asked = "asked for" if self.config.prefill_numerics else "the default here"
             how = {"fp8": "the fp8 MMA, not as exact as decode", "strict": "as exact as decode"}[self.prefill_numerics]
             lines.append(f"prefill_numerics {self.prefill_numerics}: {asked}; {how}")
+        lines += self._spread.explain()
         for choice in self.choices:
             lines.append(f"{choice.role}: {choice.variant.name} ({choice.reason})")
             lines += [f"  not {name}: {reason}" for name, reason in choice.rejected]

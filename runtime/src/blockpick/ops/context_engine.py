@@ -44,7 +44,7 @@ class ContextEngine(KernelEngine):
     def memory(self) -> Memory:
         """Bytes that :meth:`allocate` takes, by purpose; the exchange buffer is the driver's and shared with peers."""
         own = tuple((f"context_{n}", math.prod(shape) * dtype.itemsize) for n, shape, dtype in self._shapes)
-        peers = ()
+        peers: tuple[tuple[str, int], ...] = ()
         if self.group.transport == "peer":
             from ..parallel.wire import GRANULE
 

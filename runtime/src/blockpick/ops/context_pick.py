@@ -194,7 +194,9 @@ class ContextPick:
         """Launches (plan, score, push, merge) for one query length."""
         config, share, buffers, kernels = self._sizes.config, self._sizes.share, self._buffers, self._kernels
         units = self._units[length - 1]
-        lists = {f"{name}_ptr": buffers[name] for name in ("header", "offsets", "unit_request", "blocks")}
+        lists: dict[str, Any] = {
+            f"{name}_ptr": buffers[name] for name in ("header", "offsets", "unit_request", "blocks")
+        }
         lists |= {"blocks_per_page": config.layout.blocks_per_page, "query_len": length}
         ranks = {"cp_size": share.size, "cp_rank": self._group.rank}
         plan = {
@@ -290,7 +292,8 @@ class ContextPick:
         """Send the best of the own blocks to the ranks of their head."""
         rows = plan.num_requests * plan.query_len * self._sizes.share.total_heads
         stride = self._regions()["stride_source"]
-        self._launches[plan.query_len - 1][2](rows, current_stream(device), stride, plan.num_requests)
+        grid = -(-rows // int(self._kernels.push.variant.launch["rows_per_block"]))
+        self._launches[plan.query_len - 1][2](grid, current_stream(device), stride, plan.num_requests)
         if self._collective:
             words = rows * self._sizes.config.topk * 2
             gathered = self._buffers["gathered"][CONTROL_WORDS:][: self._sizes.share.size * words]

@@ -101,6 +101,8 @@ class PeerBuffer:
                 )
             try:
                 mapped = member.memory.open(handle.kind, handle.payload, handle.size, descriptor)
+            except (BlockpickError, OSError) as error:
+                raise PeerError(f"handle of rank {rank}: {error}", rank) from error
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
