@@ -208,8 +208,8 @@ def what_raises(context: Rank) -> list[tuple[str, str, int | None]]:
     q, cache, out = context.kept["tensors"]
     calls = (
         lambda: context.kept["group"].check(),
-        lambda: indexer.plan_decode(table, lens, query_len=query_len),
         lambda: indexer.decode(context.kept["plan"], q, cache, out),
+        lambda: indexer.plan_decode(table, lens, query_len=query_len),
     )
     found = []
     for call in calls:
