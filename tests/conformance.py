@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sparse_cases import check_rows, sparse_table
 
 from blockpick import Indexer
 from blockpick.testing.cases import SENTINEL, DecodeBatch, DecodeCase, expect, sentinel_output
@@ -145,7 +146,7 @@ def check_other_shape(indexer: Indexer, batch: DecodeBatch, query_len: int) -> N
 
 def check_selection(case: DecodeCase, indexer: Indexer) -> None:
     """Select and merge without a scorer, on scores with NaN, all different in the first row and tying in the others: ids
-    equal the oracle's.
+    equal the oracle's, and a sparse table changes none and holds their pages.
     """
     engine, requests = indexer._engine, len(case.seq_lens)
     width = case.options()["max_seq_len"] // case.page_size  # type: ignore[operator]
@@ -165,13 +166,16 @@ def check_selection(case: DecodeCase, indexer: Indexer) -> None:
     expect(ties > 0, f"{case}: no tie across the programs of a row that ids must decide")
     scores.copy_(values)
     out, storage = sentinel_output(requests, case.num_heads, case.topk, case.out_layout)
-    _, _, select, merge = engine.decodes[0].launches[0]
-    stride_t, stride_h, _ = out.stride()
-    select(requests * engine.decodes[0]._num_splits, 0, out, stride_t, stride_h, requests)
-    merge(requests, 0, out, stride_t, stride_h, requests)
     options = (case.topk, case.init_blocks, case.local_blocks, case.order, case.empty_row)
-    for b, length in enumerate(case.seq_lens):
-        got, wanted = out[b, 0].tolist(), select_blocks(values[b, 0, 0], length - 1, *options)
-        expect(got == wanted, f"{case}: request {b}: ids {got}, oracle {wanted}")
-    out.fill_(SENTINEL)
-    expect(bool((storage == SENTINEL).all()), f"{case}: something beyond the output's rows was written")
+    wanted = [select_blocks(values[b, 0, 0], length - 1, *options) for b, length in enumerate(case.seq_lens)]
+    sparse = sparse_table(indexer, requests, requests, width, 8)
+    for emitted in (None, sparse):
+        engine.decodes[0].select(plan, out, emitted)
+        for b in range(requests):
+            got = out[b, 0].tolist()
+            expect(got == wanted[b], f"{case}: request {b}: ids {got}, oracle {wanted[b]}")
+        if emitted is not None:
+            for b, length in enumerate(case.seq_lens):
+                check_rows(sparse, out, b, b, [length - 1])
+        out.fill_(SENTINEL)
+        expect(bool((storage == SENTINEL).all()), f"{case}: something beyond the output's rows was written")

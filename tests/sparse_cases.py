@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from blockpick import Indexer, SparseTable
+from blockpick import CacheLayout, Indexer, SparseTable
 from blockpick.testing.cases import DecodeCase, build, expect
 from blockpick.testing.prefill_cases import PrefillCase, build_prefill
 from blockpick.testing.reference import sparse_row
@@ -78,3 +79,35 @@ def check_prefill_emission(executor: Any, case: PrefillCase, block_page_stride: 
     rows = first * case.num_heads
     expect(sparse.table[rows:].unique().tolist() == [GUARD], "rows of padding were written")
     expect(sparse.context_lens[rows:].unique().tolist() == [GUARD], "lengths of padding were written")
+
+
+def check_rows_of_several_splits(executor: Any, topk: int) -> None:
+    """Rows of one and of several splits, of decode and of prefill, on given scores: the table is that of the ids, which
+    are those of a selection without a table.
+    """
+    lens, options = (2050 * 128 - 5, 700, 4100 * 128 + 1), {"num_heads": 2, "topk": topk, "max_requests": 3}
+    indexer = executor.indexer(
+        CacheLayout("bf16"), **options, max_seq_len=max(lens), local_blocks=0, max_prefill_tokens=6
+    )
+    engine, width, device = indexer._engine, -(-max(lens) // 128), indexer.device
+    table = torch.zeros(3, width, dtype=torch.int32, device=device)
+    seq_lens, starts = (torch.tensor(n, dtype=torch.int32, device=device) for n in (lens, (0, 1, 1, 5)))
+    decode = indexer.plan_decode(table, seq_lens, query_len=1)
+    prefill = indexer.plan_prefill(starts, seq_lens, table, num_tokens=6)
+    decode_rows = [(0, lens[0] - 1), (1, lens[1] - 1), (2, lens[2] - 1)]
+    prefill_rows = [(0, lens[0] - 1), *((2, lens[2] - 4 + i) for i in range(4))]
+    for scores, select, rows, tokens in (
+        (engine.scores(decode), partial(engine.decodes[0].select, decode), decode_rows, 3),
+        (engine.pass_scores(prefill, 0), partial(engine.prefills[0].select, prefill, 0), prefill_rows, 6),
+    ):
+        values = torch.randint(-9, 10, scores.shape, generator=torch.Generator().manual_seed(topk)).to(scores)
+        values[-1, ..., -2] = 100.0  # the own block of some rows
+        scores.copy_(values)
+        plain, ids = (torch.full((tokens, 2, topk), GUARD, dtype=torch.int32, device=device) for _ in range(2))
+        sparse = sparse_table(indexer, 3, tokens, width, 16)
+        select(plain)
+        select(ids, sparse)
+        expect(torch.equal(ids, plain), "ids differ from those of a selection without a table")
+        for token, (request, position) in enumerate(rows):
+            check_rows(sparse, ids.cpu(), request, token, [position])
+        expect((sparse.table[len(rows) * 2 :] == GUARD).all().item() is True, "rows of padding were written")

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_cases import CASES, GUARD, PREFILL, check_decode_emission, check_prefill_emission, sparse_table
+from sparse_cases import (
+    CASES,
+    GUARD,
+    PREFILL,
+    check_decode_emission,
+    check_prefill_emission,
+    check_rows_of_several_splits,
+    sparse_table,
+)
 
 from blockpick import CacheLayout, Indexer, SparseTable
 from blockpick.testing.cases import DecodeCase, build
@@ -22,6 +30,12 @@ def test_decode_emission_of_every_target(any_executor, case):
 @pytest.mark.parametrize("topk", [16, 40])
 def test_prefill_emission_of_every_target(any_executor, topk):
     check_prefill_emission(any_executor, replace(PREFILL, topk=topk), 16)
+
+
+@pytest.mark.parametrize("topk", [16, 40])
+def test_rows_of_several_splits(any_executor, topk):
+    """Selection emits rows of one split, the merge all others."""
+    check_rows_of_several_splits(any_executor, topk)
 
 
 def run_decode(executor: Any, case: DecodeCase, **changes: Any) -> SparseTable:

@@ -8,8 +8,9 @@ import gc
 import pytest
 import torch
 from fused_cases import rows
+from sparse_cases import sparse_table
 
-from blockpick import CacheLayout
+from blockpick import CacheLayout, SparseTable
 from blockpick.testing.cases import DecodeCase, build
 from blockpick.testing.prefill_cases import PrefillCase, build_prefill
 
@@ -103,6 +104,68 @@ def test_prefill_in_a_full_graph(one_executor):
         return out * 1
 
     assert torch.equal(step(batch.q, batch.cache, torch.empty_like(expected)), expected)
+
+
+def with_table(executor, call):
+    """A decode or a prefill, as (indexer, its method, plan, op, tensors), and the ids and table that it writes directly."""
+    if call == "decode":
+        indexer, plan, batch, out = planned(executor, "bf16")
+        run, op, tokens = indexer.decode, torch.ops.blockpick.decode_pick, 2
+    else:
+        indexer, plan, batch, out = planned_prefill(executor)
+        run, op, tokens = indexer.prefill, torch.ops.blockpick.prefill_pick, 8
+    sparse = sparse_table(indexer, 2, tokens, batch.block_table.shape[1], 8)
+    run(plan, batch.q, batch.cache, out, sparse_table=sparse)
+    return indexer, run, plan, op, batch, out, sparse
+
+
+def copies(sparse):
+    """The same table with outputs of its own."""
+    outputs = torch.empty_like(sparse.table), torch.empty_like(sparse.context_lens)
+    return SparseTable(sparse.attention_block_table, sparse.block_page_stride, *outputs)
+
+
+@pytest.mark.parametrize("call", ["decode", "prefill"])
+def test_opcheck_with_a_sparse_table(one_executor, call):
+    """The table and its lengths are declared as written, whatever else is passed; all of them or none are."""
+    indexer, _, _, op, batch, expected, sparse = with_table(one_executor, call)
+    other = copies(sparse)
+    fields = {"attention_block_table": other.attention_block_table, "table": other.table,
+              "context_lens": other.context_lens, "block_page_stride": 8}  # fmt: skip
+    arguments = batch.q, batch.cache, torch.empty_like(expected), indexer.handle()
+    torch.library.opcheck(op, arguments, fields)  # runs on copies
+    op(*arguments, **fields)
+    assert torch.equal(other.table, sparse.table) and torch.equal(other.context_lens, sparse.context_lens)
+    written = {argument.name for argument in op.default._schema.arguments if argument.is_write}
+    assert written == {"out", "table", "context_lens"}
+    for name in fields:
+        partly = {key: value for key, value in fields.items() if key != name}
+        with pytest.raises(ValueError, match=f"^{name}: (missing|must be 8 or 16)"):
+            op(*arguments, **partly)
+
+
+@pytest.mark.parametrize("call", ["decode", "prefill"])
+def test_a_sparse_table_in_a_full_graph(one_executor, call):
+    """What the graph computes from a table, and from one that it makes itself, sees what the op wrote."""
+    _, run, plan, _, batch, expected, sparse = with_table(one_executor, call)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, cache, out, sparse):
+        run(plan, q + 0, cache, out, sparse_table=sparse)
+        made = SparseTable(sparse.attention_block_table, 16, sparse.table.clone(), sparse.context_lens.clone())
+        run(plan, q + 0, cache, out, sparse_table=made)
+        return out * 1, sparse.table * 1, made.table * 1, sparse.context_lens + made.context_lens
+
+    def is_refused(q, cache, out):
+        return run(plan, q, cache, out, sparse_table={})
+
+    given = copies(sparse)
+    ids, table, doubled, lens = step(batch.q, batch.cache, torch.empty_like(expected), given)
+    assert torch.equal(ids, expected) and torch.equal(table, sparse.table) and torch.equal(given.table, sparse.table)
+    assert torch.equal(doubled.view(-1, 8)[:, 0], 2 * sparse.table.view(-1, 8)[:, 0])
+    assert torch.equal(lens, 2 * sparse.context_lens) and torch.equal(given.context_lens, sparse.context_lens)
+    with pytest.raises(Exception, match="sparse_table: must be a SparseTable, is dict"):
+        torch.compile(is_refused, fullgraph=True, backend="aot_eager")(batch.q, batch.cache, torch.empty_like(expected))
 
 
 def test_opcheck_fused_insert(one_executor):

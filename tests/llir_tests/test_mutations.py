@@ -26,7 +26,7 @@ from fused_cases import check_fused_insert
 from llir import Program, Trap
 from llir.mutations import Mutant, mutants
 from llir_tests.test_variants import check_insert
-from sparse_cases import CASES, PREFILL, check_decode_emission, check_prefill_emission
+from sparse_cases import CASES, PREFILL, check_decode_emission, check_prefill_emission, check_rows_of_several_splits
 from support import ROOT
 
 from blockpick import CacheLayout
@@ -55,9 +55,15 @@ def decodes(name: str) -> Check:
 
 
 def selects(machine: Any) -> None:
-    """Selection of all emission orders on one capacity, full and not."""
+    """Selection of all orders of ids on one capacity, full and not; tables of decode and prefill, of rows with and
+    without their own block.
+    """
+    check_rows_of_several_splits(machine, 16)
     for case in SELECTIONS[:4]:
         check_selection(case, machine.indexer(case.layout(), **case.options()))
+    for case in CASES[:2]:
+        check_decode_emission(machine, case, 8)
+    check_prefill_emission(machine, PREFILL, 16)
 
 
 def plans(machine: Any) -> None:
@@ -108,13 +114,6 @@ def in_one_piece(machine: Any) -> Callable[..., Any]:
     return make
 
 
-def emissions(machine: Any) -> None:
-    """Decode and prefill, rows with and without their own block."""
-    for case in CASES[:2]:
-        check_decode_emission(machine, case, 8)
-    check_prefill_emission(machine, PREFILL, 16)
-
-
 def prefill_plans(machine: Any) -> None:
     """Batches of several positions programs, several passes, requests that need no scores; random ones, for which pieces
     of many lengths end first.
@@ -161,11 +160,7 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
     "prefill_score__{arch}__e4m3fn_r128": (prefills("e4m3fn", None, "strict"), SCORER - {"zero mask dropped"}),
     "prefill_score__{arch}__nvfp4_exact_r128": (prefills("nvfp4", "exact"), SCORER - {"zero mask dropped"}),
     "select_blocks__{arch}__k16": (selects, SORT | {"barriers removed", "LDS address moved"}),
-    "merge_splits__{arch}__k16": (selects, SORT | PERMUTED),  # one wave: no barrier
-    "emit_sparse_table__{arch}__k16": (
-        emissions,
-        STORES | STAGED | {"moved from another lane", "permuted by a fixed lane"},
-    ),
+    "merge_splits__{arch}__k16": (selects, SORT | PERMUTED | {"LDS address moved"}),
     "qk_norm_rope_insert__{arch}__bf16": (lambda machine: check_fused_insert(machine, "bf16"), FUSED),
     "qk_norm_rope_insert__{arch}__e4m3fn": (lambda machine: check_fused_insert(machine, "e4m3fn"), FUSED),
     "qk_norm_rope_insert__{arch}__nvfp4": (
@@ -178,13 +173,13 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
 }
 # what one architecture's code has besides: CDNA3 sorts through ds_bpermute, CDNA4's scorers copy to LDS in the background
 BESIDES = {("gfx942", "select_blocks"): PERMUTED, ("gfx942", "prefill_plan"): {"swizzle altered"},
-           ("gfx942", "emit_sparse_table"): {"swizzle altered"}, ("gfx950", "decode_score"): {"wait removed"},
-           ("gfx950", "prefill_score"): {"wait removed"}}  # fmt: skip
+           ("gfx950", "decode_score"): {"wait removed"}, ("gfx950", "prefill_score"): {"wait removed"}}  # fmt: skip
 # faults that change nothing: op, kind -> why
 EQUIVALENT = {
     (op, "zero mask dropped"): "page 0 stands in for slots whose stores are masked anyway"
     for op in ("insert", "qk_norm_rope_insert")
-}
+} | {("merge_splits", "barriers removed"): "its workgroup is one wave"}
+SITES = {"select_blocks": 4, "merge_splits": 4}  # places of a kind; two of other ops: these write tables besides ids
 
 
 def ir_of(name: str) -> str:
@@ -219,7 +214,7 @@ def test_planted_faults_are_found(arch: str, name: str) -> None:
     check, kinds = CHECKS[name]
     original = ir_of(name.format(arch=arch))
     op = name.split("__")[0]
-    planted = [mutant for mutant in mutants(original) if (op, mutant.kind) not in EQUIVALENT]
+    planted = [m for m in mutants(original, SITES.get(op, 2)) if (op, m.kind) not in EQUIVALENT]
     for mutant in planted:  # what can't be parsed is found by nobody's merit
         Program(mutant.text, name.split("__")[0], arch)
     wanted = kinds | BESIDES.get((arch, name.split("__")[0]), set())

@@ -15,7 +15,13 @@ import torch
 from conformance import CONFORMANCE, PREFILLS, SELECTIONS, check_selection
 from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
 from fused_cases import check_fused_insert
-from sparse_cases import CASES, PREFILL, check_decode_emission, check_prefill_emission
+from sparse_cases import (
+    CASES,
+    PREFILL,
+    check_decode_emission,
+    check_prefill_emission,
+    check_rows_of_several_splits,
+)
 
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, check_batch, poison
@@ -115,6 +121,8 @@ def test_emission_variants(machine: Any) -> None:
     for case in CASES:
         check_decode_emission(machine, case, 8)
     check_prefill_emission(machine, PREFILL, 16)
+    check_rows_of_several_splits(machine, 16)
+    check_rows_of_several_splits(machine, 40)
 
 
 @by_name

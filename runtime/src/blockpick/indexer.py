@@ -17,6 +17,7 @@ from .engines import Spread, make_engine
 from .errors import StalePlanError, UnsupportedConfigError
 from .layout import CacheLayout
 from .ops.sparse_table import SparseTable
+from .ops.torch_ops import sparse_arguments
 from .plan import DecodePlan, PrefillPlan
 from .step import StepPlan, StepStaging, check_starts, split_step
 from .step_checks import check_decode, check_prefill, check_slot, check_sparse_table, check_table, check_tokens
@@ -389,9 +390,8 @@ class Indexer:
             When the slot was planned again since.
         """
         if torch.compiler.is_compiling():
-            if sparse_table is not None:
-                raise ValueError("sparse_table: not supported inside torch.compile; call decode outside of it")
-            torch.ops.blockpick.decode_pick(q, cache, out, self._handles[plan.slot], allow_padding)
+            sparse = sparse_arguments(sparse_table)
+            torch.ops.blockpick.decode_pick(q, cache, out, self._handles[plan.slot], allow_padding, **sparse)
             return out
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: must be a DecodePlan, is {type(plan).__name__}")
@@ -519,9 +519,7 @@ class Indexer:
             When the slot was planned for prefill again since.
         """
         if torch.compiler.is_compiling():
-            if sparse_table is not None:
-                raise ValueError("sparse_table: not supported inside torch.compile; call prefill outside of it")
-            torch.ops.blockpick.prefill_pick(q, cache, out, self._handles[plan.slot])
+            torch.ops.blockpick.prefill_pick(q, cache, out, self._handles[plan.slot], **sparse_arguments(sparse_table))
             return out
         if not isinstance(plan, PrefillPlan):
             raise TypeError(f"plan: must be a PrefillPlan, is {type(plan).__name__}")

@@ -16,6 +16,7 @@ from ..layout import page_stride_bytes
 from ..manifest import KernelPackage
 from ..plan import DecodePlan
 from .selection import Bind, Selection
+from .sparse_table import SparseTable, emission
 
 PLAN_ARGS = ("seq_lens_ptr", "block_table_ptr", "stride_table", "num_requests", "table_width")
 SCORE_ARGS = ("q_ptr", "cache_ptr", "stride_q_t", "stride_q_h", "stride_page", "pool_pages", "num_requests")
@@ -82,7 +83,7 @@ class DecodePick:
     def _bind(
         self, kernels: DecodeKernels, length: int, buffers: Mapping[str, torch.Tensor], bind: Bind
     ) -> tuple[Launch, ...]:
-        """Launches (plan, score, select, merge) for one query length."""
+        """Launches (plan, score, select, merge, and both with a sparse table) for one query length."""
         config = self._config
         lists = ("header", "positions", "offsets", "unit_request", "blocks")
         shared = {f"{name}_ptr": buffers[name] for name in lists} | {
@@ -120,16 +121,25 @@ class DecodePick:
             plan.num_requests,
         )  # fmt: skip
 
-    def run(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
-        """Launch score, select and, where a row can have several splits, merge."""
-        self.score(plan, q, cache)
-        _, _, pick, merge = self.launches[plan.query_len - 1]
+    def select(self, plan: DecodePlan, out_thk: torch.Tensor, sparse: SparseTable | None = None) -> None:
+        """Launch the selection from what was scored and, where a row can have several splits, the merge."""
+        launches = self.launches[plan.query_len - 1]
+        pick, merge = launches[2:4] if sparse is None else launches[4:6]
+        pointers, numbers = emission(sparse, None, plan.num_requests)
         stride_t, stride_h, _ = out_thk.stride()
         rows = plan.num_requests * plan.query_len * self._config.num_heads
-        stream = current_stream(q.device)
-        pick(self._selection.grid(rows, self._num_splits), stream, out_thk, stride_t, stride_h, plan.num_requests)
+        grid, stream = self._selection.grid(rows, self._num_splits), current_stream(out_thk.device)
+        pick(grid, stream, out_thk, *pointers, stride_t, stride_h, plan.num_requests, *numbers)
         if self._num_splits > 1:
-            merge(rows, stream, out_thk, stride_t, stride_h, plan.num_requests)
+            merge(rows, stream, out_thk, *pointers, stride_t, stride_h, plan.num_requests, *numbers)
+
+    def run(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
+        """Launch score, then select."""
+        self.score(plan, q, cache)
+        self.select(plan, out_thk, sparse)
 
 
 def units_per_length(kernels: DecodeKernels, compute_units: int) -> list[int]:

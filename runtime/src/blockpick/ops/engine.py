@@ -16,7 +16,7 @@ from ..dispatch import Choice, find_package, load
 from ..plan import DecodePlan, PrefillPlan, SlotSizes
 from .decode_pick import DecodePick, select_decode, units_per_length
 from .prefill_pick import PrefillPick, select_prefill
-from .sparse_table import Emission, SparseTable, select_emission
+from .sparse_table import SparseTable
 
 
 class Engine(Protocol):
@@ -90,8 +90,7 @@ class KernelEngine:
         self.numerics = config.numerics(self.rounding, package.prefill_fp8)
         self.decode_kernels = select_decode(package, config, route)
         self.prefill_kernels = select_prefill(package, config, route) if config.max_prefill_tokens else None
-        self.emission_kernel = select_emission(package, config, route)
-        self.choices = (*self.decode_kernels.choices, self.emission_kernel)
+        self.choices = self.decode_kernels.choices
         tile_tokens = 1
         if self.prefill_kernels is not None:
             self.choices += self.prefill_kernels.choices
@@ -113,7 +112,6 @@ class KernelEngine:
         self.buffers = [self.sizes.allocate(self.device) for _ in range(self.config.slots)]
         arguments = self.config, self._compute_units
         self.decodes = [DecodePick(self.decode_kernels, *arguments, slot, self._bind) for slot in self.buffers]
-        self.emissions = [Emission(self.emission_kernel, self.config, slot, self._bind) for slot in self.buffers]
         self.prefills: list[PrefillPick] = []
         if self.prefill_kernels is not None:
             self.prefills = [PrefillPick(self.prefill_kernels, *arguments, slot, self._bind) for slot in self.buffers]
@@ -138,9 +136,7 @@ class KernelEngine:
     ) -> None:  # fmt: skip
         """Launch one layer's decode."""
         with on_device(self.device):
-            self.decodes[plan.slot].run(plan, q, cache, out_thk)
-            if sparse is not None:
-                self.emissions[plan.slot].decode(plan, sparse, out_thk)
+            self.decodes[plan.slot].run(plan, q, cache, out_thk, sparse)
 
     def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
         """Launch one layer's decode scorer only."""
@@ -169,9 +165,7 @@ class KernelEngine:
     ) -> None:  # fmt: skip
         """Launch one layer's prefill."""
         with on_device(self.device):
-            self.prefills[plan.slot].run(plan, q, cache, out_thk)
-            if sparse is not None:
-                self.emissions[plan.slot].prefill(plan, sparse, out_thk)
+            self.prefills[plan.slot].run(plan, q, cache, out_thk, sparse)
 
     def score_pass(self, plan: PrefillPlan, index: int, q: torch.Tensor, cache: torch.Tensor) -> None:
         """Launch the scorer of one pass of a prefill."""

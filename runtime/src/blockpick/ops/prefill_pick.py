@@ -16,6 +16,7 @@ from ..manifest import KernelPackage
 from ..plan import PrefillPlan
 from .decode_pick import cache_needs
 from .selection import Bind, Selection
+from .sparse_table import SparseTable, emission
 
 PLAN_ARGS = (
     "cu_seqlens_ptr", "seq_lens_ptr", "num_requests", "num_tokens", "num_passes", "pass_tokens", "table_tokens"
@@ -106,22 +107,26 @@ class PrefillPick:
             index * plan.pass_tokens, index,
         )  # fmt: skip
 
-    def select(self, plan: PrefillPlan, index: int, out_thk: torch.Tensor) -> None:
+    def select(self, plan: PrefillPlan, index: int, out_thk: torch.Tensor, sparse: SparseTable | None = None) -> None:
         """Launch the selection of one pass from its scores and, where a row can have several splits, the merge."""
-        _, _, pick, merge = self.launches
+        pick, merge = self.launches[2:4] if sparse is None else self.launches[4:6]
+        pointers, numbers = emission(sparse, plan.cu_seqlens_q, plan.num_requests)
         stride_t, stride_h, _ = out_thk.stride()
         stream, splits = current_stream(out_thk.device), self._selection.num_splits(plan.blocks)
         first = index * plan.pass_tokens
         rows = min(plan.pass_tokens, plan.num_tokens - first) * self._config.num_heads
         pick(
-            self._selection.grid(rows, splits), stream, out_thk, stride_t, stride_h, plan.score_stride, first,
-            plan.num_tokens, splits,
+            self._selection.grid(rows, splits), stream, out_thk, *pointers, stride_t, stride_h, plan.score_stride,
+            first, plan.num_tokens, splits, *numbers,
         )  # fmt: skip
         if splits > 1:
-            merge(rows, stream, out_thk, stride_t, stride_h, first, plan.num_tokens, splits)
+            merge(rows, stream, out_thk, *pointers, stride_t, stride_h, first, plan.num_tokens, splits, *numbers)
 
-    def run(self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+    def run(
+        self, plan: PrefillPlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
         """Launch every pass: score, then select."""
         for index in range(plan.num_passes):
             self.score(plan, index, q, cache)
-            self.select(plan, index, out_thk)
+            self.select(plan, index, out_thk, sparse)

@@ -13,8 +13,9 @@ from ..backend_api import Launch
 from ..config import ORDERS, IndexerConfig
 from ..dispatch import Choice, Need, select
 from ..manifest import KernelPackage
+from .sparse_table import NUMBERS, POINTERS
 
-OUTPUT = ("out_ptr", "stride_out_t", "stride_out_h")
+STRIDES = ("stride_out_t", "stride_out_h")
 Bind = Callable[[Choice, Mapping[str, Any], tuple[str, ...]], Launch]  # (kernel, fixed arguments, names of the others)
 
 
@@ -60,8 +61,12 @@ class Selection:
     def bind(
         self, bind: Bind, config: IndexerConfig, buffers: Mapping[str, torch.Tensor], fixed: Mapping[str, Any],
         dynamic: tuple[str, ...],
-    ) -> tuple[Launch, Launch]:  # fmt: skip
-        """Launches of pick and merge over one slot's buffers; the caller names what comes with every launch."""
+    ) -> tuple[Launch, Launch, Launch, Launch]:  # fmt: skip
+        """Launches of pick and merge over one slot's buffers, then of both with a sparse table.
+
+        The caller names the numbers that come with every launch; in front of them come the output's strides. A sparse
+        table's :data:`POINTERS` come behind ``out_ptr``, its :data:`NUMBERS` last.
+        """
         rows = {
             "positions_ptr": buffers["positions"], "header_ptr": buffers["header"], "partial_ptr": buffers["partial"],
             "num_heads": config.num_heads, "topk": config.topk, "order": ORDERS.index(config.order),
@@ -71,7 +76,13 @@ class Selection:
         scores = {"scores_ptr": buffers["scores"]}
         plain = {name: value for name, value in fixed.items() if name != "stride_scores"}
         names = tuple(name for name in dynamic if name != "stride_scores")
+        pick = {**rows, **forced, **scores, **fixed}
+        merge = {**rows, "split_blocks": self.split_blocks, **plain}
+        # without a table a stride of 0 says so, and no kernel looks where these pointers point
+        nothing = {**dict.fromkeys(POINTERS, buffers["header"]), **dict.fromkeys(NUMBERS, 0)}
         return (
-            bind(self.pick, {**rows, **forced, **scores, **fixed}, OUTPUT + dynamic),
-            bind(self.merge, {**rows, "split_blocks": self.split_blocks, **plain}, OUTPUT + names),
+            bind(self.pick, pick | nothing, ("out_ptr", *STRIDES, *dynamic)),
+            bind(self.merge, merge | nothing, ("out_ptr", *STRIDES, *names)),
+            bind(self.pick, pick, ("out_ptr", *POINTERS, *STRIDES, *dynamic, *NUMBERS)),
+            bind(self.merge, merge, ("out_ptr", *POINTERS, *STRIDES, *names, *NUMBERS)),
         )

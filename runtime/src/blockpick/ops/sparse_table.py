@@ -3,22 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ..config import IndexerConfig
-from ..device import current_stream
-from ..dispatch import Choice, Need, select
-from ..manifest import KernelPackage
-from ..plan import DecodePlan, PrefillPlan
-from .selection import Bind
-
-ARGS = (
-    "ids_ptr", "cu_seqlens_ptr", "attention_table_ptr", "table_ptr", "lens_ptr", "stride_ids_t", "stride_ids_h",
-    "stride_attention", "batch", "num_requests", "query_len", "block_page_stride",
-)  # fmt: skip
+POINTERS = ("cu_seqlens_ptr", "attention_table_ptr", "table_ptr", "lens_ptr")
+NUMBERS = ("stride_attention", "table_requests", "block_page_stride")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,47 +43,15 @@ class SparseTable:
     context_lens: torch.Tensor
 
 
-def select_emission(package: KernelPackage, config: IndexerConfig, route: str) -> Choice:
-    """Choose the emission kernel of ``config`` from one package; needs no device.
-
-    Raises
-    ------
-    KernelNotInstalledError
-        When there is none; the message lists every candidate with its reason.
+def emission(
+    sparse: SparseTable | None, cu_seqlens: torch.Tensor | None, num_requests: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """What comes with every launch that emits, by POINTERS and NUMBERS; nothing where there is no table. Decode's
+    requests are found without ``cu_seqlens``.
     """
-    return select(package, "emit_sparse_table", [Need("topk", config.topk, at_least=True)], route)
-
-
-class Emission:
-    """The emission of one slot's decode and prefill."""
-
-    def __init__(self, choice: Choice, config: IndexerConfig, buffers: Mapping[str, torch.Tensor], bind: Bind) -> None:
-        self._rows, self._num_heads = int(choice.variant.launch["rows"]), config.num_heads
-        fixed = {"num_heads": config.num_heads, "topk": config.topk}
-        self._decode = bind(
-            choice, {**fixed, "header_ptr": buffers["header"], "positions_ptr": buffers["positions"]}, ARGS
-        )
-        if config.max_prefill_tokens:
-            own = {"header_ptr": buffers["prefill_header"], "positions_ptr": buffers["prefill_positions"]}
-            self._prefill = bind(choice, {**fixed, **own}, ARGS)
-
-    def _grid(self, tokens: int) -> int:
-        return -(-tokens * self._num_heads // self._rows)
-
-    def decode(self, plan: DecodePlan, sparse: SparseTable, out_thk: torch.Tensor) -> None:
-        """Emit after a decode has written its ids."""
-        attention = sparse.attention_block_table
-        self._decode(
-            self._grid(plan.num_requests * plan.query_len), current_stream(out_thk.device), out_thk, attention,
-            attention, sparse.table, sparse.context_lens, out_thk.stride(0), out_thk.stride(1), attention.stride(0),
-            plan.num_requests, plan.num_requests, plan.query_len, sparse.block_page_stride,
-        )  # fmt: skip
-
-    def prefill(self, plan: PrefillPlan, sparse: SparseTable, out_thk: torch.Tensor) -> None:
-        """Emit after a prefill has written its ids."""
-        attention = sparse.attention_block_table
-        self._prefill(
-            self._grid(plan.num_tokens), current_stream(out_thk.device), out_thk, plan.cu_seqlens_q, attention,
-            sparse.table, sparse.context_lens, out_thk.stride(0), out_thk.stride(1), attention.stride(0),
-            plan.num_tokens, plan.num_requests, 0, sparse.block_page_stride,
-        )  # fmt: skip
+    if sparse is None:
+        return (), ()
+    attention = sparse.attention_block_table
+    starts = attention if cu_seqlens is None else cu_seqlens
+    pointers = (starts, attention, sparse.table, sparse.context_lens)
+    return pointers, (attention.stride(0), num_requests, sparse.block_page_stride)
