@@ -88,7 +88,7 @@ class ContextEngine(KernelEngine):
         self.group.check()
         try:
             with on_device(self.device):
-                self.context.run(plan, q, cache, out_thk)
+                self.context.run(plan, q, cache, out_thk, sparse)
         except PeerError:
             raise
         except Exception as error:

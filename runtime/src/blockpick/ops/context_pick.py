@@ -21,6 +21,7 @@ from ..manifest import KernelPackage
 from ..plan import DecodePlan
 from .decode_pick import PLAN_ARGS, SCORE_ARGS, cache_needs
 from .selection import Bind
+from .sparse_table import SparseTable
 
 if TYPE_CHECKING:
     from ..parallel.group import Group
@@ -31,7 +32,13 @@ CONTROL_BYTES = 4096  # before what kernels exchange: the flag and the limit of 
 WORD_BYTES = 8
 CONTROL_WORDS = CONTROL_BYTES // WORD_BYTES
 EXCHANGE_ARGS = ("q_ptr", "stride_q_t", "stride_q_h", "num_tokens", "phases")
-MERGE_ARGS = ("out_ptr", "stride_out_t", "stride_out_h", "stride_source", "num_requests")
+MERGE_ARGS = ("stride_out_t", "stride_out_h", "stride_source", "num_requests")
+TABLE_POINTERS = (
+    "attention_table_ptr",
+    "table_ptr",
+    "lens_ptr",
+)  # a sparse table's; decode finds requests without more
+TABLE_NUMBERS = ("stride_attention", "block_page_stride")
 
 
 @dataclass(frozen=True)
@@ -178,8 +185,10 @@ class ContextPick:
         return self._sizes.share.first_head(self._group.rank)
 
     def _peer_arguments(self) -> dict[str, Any]:
-        return {"peers_ptr": self._buffers["peers"], "epochs_ptr": self._buffers["epochs"],
-                "cp_size": self._sizes.share.size, "cp_rank": self._group.rank}  # fmt: skip
+        return {"peers_ptr": self._buffers["peers"], "cp_rank": self._group.rank, **self._call_arguments()}
+
+    def _call_arguments(self) -> dict[str, Any]:
+        return {"epochs_ptr": self._buffers["epochs"], "cp_size": self._sizes.share.size}
 
     def _bind_exchange(self, bind: Bind) -> Launch:
         share = self._sizes.share
@@ -190,8 +199,8 @@ class ContextPick:
         }  # fmt: skip
         return bind(self._kernels.exchange, fixed, EXCHANGE_ARGS)
 
-    def _bind(self, length: int, bind: Bind) -> tuple[Launch, Launch, Launch, Launch]:
-        """Launches (plan, score, push, merge) for one query length."""
+    def _bind(self, length: int, bind: Bind) -> tuple[Launch, ...]:
+        """Launches (plan, score, push, merge, merge with a sparse table) for one query length."""
         config, share, buffers, kernels = self._sizes.config, self._sizes.share, self._buffers, self._kernels
         units = self._units[length - 1]
         lists: dict[str, Any] = {
@@ -212,22 +221,26 @@ class ContextPick:
         rows = {
             "header_ptr": buffers["header"], "positions_ptr": buffers["positions"], "query_len": length,
             "num_heads": share.num_heads, "topk": config.topk, "order": ORDERS.index(config.order), **self._regions(),
-            **self._peer_arguments(),
         }  # fmt: skip
+        del rows["stride_source"]  # comes with every launch
         push = {
-            **rows, "scores_ptr": buffers["scores"], "stride_scores": self._sizes.score_stride,
-            "total_heads": share.total_heads, "replicas": share.replicas, "init_blocks": config.init_blocks,
-            "local_blocks": config.local_blocks,
+            **rows, **self._peer_arguments(), "scores_ptr": buffers["scores"],
+            "stride_scores": self._sizes.score_stride, "total_heads": share.total_heads, "replicas": share.replicas,
+            "init_blocks": config.init_blocks, "local_blocks": config.local_blocks,
         }  # fmt: skip
-        merge = {**rows, "record_ptr": self._record(), "empty_block_zero": int(config.empty_row == "block_zero")}
-        if self._collective:
-            merge["peers_ptr"] = buffers["peers"][share.size :]
-            merge["cp_rank"] = 0
+        # what the merge reads: the own exchange buffer, or what was gathered
+        own = buffers["peers"][share.size if self._collective else self._group.rank :]
+        merge = {
+            **rows, **self._call_arguments(), "own_buffer_ptr": own, "record_ptr": self._record(),
+            "empty_block_zero": int(config.empty_row == "block_zero"),
+        }  # fmt: skip
+        nothing = {**dict.fromkeys(TABLE_POINTERS, buffers["header"]), **dict.fromkeys(TABLE_NUMBERS, 0)}
         score_args = tuple(name for name in SCORE_ARGS if name not in ("q_ptr", "stride_q_t", "stride_q_h"))
-        del push["stride_source"], merge["stride_source"]
         return (
             bind(kernels.plan, plan, PLAN_ARGS), bind(kernels.score[length - 1], score, score_args),
-            bind(kernels.push, push, ("stride_source", "num_requests")), bind(kernels.merge, merge, MERGE_ARGS),
+            bind(kernels.push, push, ("stride_source", "num_requests")),
+            bind(kernels.merge, merge | nothing, ("out_ptr", *MERGE_ARGS)),
+            bind(kernels.merge, merge, ("out_ptr", *TABLE_POINTERS, *MERGE_ARGS, *TABLE_NUMBERS)),
         )  # fmt: skip
 
     def _record(self) -> Any:
@@ -299,21 +312,30 @@ class ContextPick:
             gathered = self._buffers["gathered"][CONTROL_WORDS:][: self._sizes.share.size * words]
             self._group.all_gather(gathered, self._buffers["candidates"][CONTROL_WORDS:][:words])
 
-    def merge(self, plan: DecodePlan, out_thk: torch.Tensor) -> None:
+    def merge(self, plan: DecodePlan, out_thk: torch.Tensor, sparse: SparseTable | None = None) -> None:
         """Merge the candidates of all ranks into the ids of the own heads."""
         share = self._sizes.share
         rows = plan.num_requests * plan.query_len * share.num_heads
         stride = self._regions()["stride_source"]
         if self._collective:
             stride = plan.num_requests * plan.query_len * share.total_heads * self._sizes.config.topk * 2
-        self._launches[plan.query_len - 1][3](
-            min(rows, self._merge_programs), current_stream(out_thk.device), out_thk, out_thk.stride(0),
-            out_thk.stride(1), stride, plan.num_requests,
+        grid, stream = min(rows, self._merge_programs), current_stream(out_thk.device)
+        numbers = out_thk.stride(0), out_thk.stride(1), stride, plan.num_requests
+        if sparse is None:
+            self._launches[plan.query_len - 1][3](grid, stream, out_thk, *numbers)
+            return
+        attention = sparse.attention_block_table
+        self._launches[plan.query_len - 1][4](
+            grid, stream, out_thk, attention, sparse.table, sparse.context_lens, *numbers, attention.stride(0),
+            sparse.block_page_stride,
         )  # fmt: skip
 
-    def run(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor) -> None:
+    def run(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
         """The whole chain of one layer."""
         self.exchange(plan, q)
         self.score(plan, cache)
         self.push(plan, q.device)
-        self.merge(plan, out_thk)
+        self.merge(plan, out_thk, sparse)
