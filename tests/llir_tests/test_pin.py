@@ -30,6 +30,28 @@ def test_interpreter_is_pinned_to_the_compiler_of_the_build():
 
 
 @pytest.mark.parametrize("arch", IR_ARCHS)
+def test_the_ir_bounds_a_block_as_the_binary_does(arch):
+    """``.max_flat_workgroup_size`` of the code object's metadata (MessagePack), which AMD's library reads at a launch."""
+    key = b".max_flat_workgroup_size"
+    for variant in installed_packages()[arch].variants:
+        binary = variant.binary()
+        found = binary.image[binary.image.index(key) + len(key) :][:3]
+        noted = int.from_bytes(found[1:]) if found[0] == 0xCD else found[0]  # 16 bits, else a number below 128
+        text = (ROOT / "build" / "ir" / f"{variant.record['sha256']}.ll").read_text()
+        assert Program(text, binary.symbol, arch).function.max_threads == noted == binary.threads, variant.name
+
+
+def test_a_kernel_without_a_bound_of_its_own_may_fill_a_workgroup():
+    body = "define amdgpu_kernel void @k() {0}{{\n  ret void\n}}\n"
+    assert Program(body.format(""), "k", "gfx942").function.max_threads == 1024
+    bound = '"amdgpu-flat-work-group-size"="1,64"'
+    assert Program(body.format(f"{bound} "), "k", "gfx942").function.max_threads == 64
+    groups = f"attributes #1 = {{ {bound} }}\nattributes #12 = {{ nounwind }}\n"
+    assert Program(body.format("#1 ") + groups, "k", "gfx942").function.max_threads == 64
+    assert Program(body.format("#12 ") + groups, "k", "gfx942").function.max_threads == 1024
+
+
+@pytest.mark.parametrize("arch", IR_ARCHS)
 def test_the_build_keeps_the_ir_of_every_binary(arch):
     """By the binary's digest, outside the package; every instruction of it is known."""
     package = installed_packages()[arch]
