@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ PREFILLS = [
     for numerics in ((None, "strict") if dtype == "e4m3fn" or rounding == "e4m3" else (None,))  # the default, and both
     for order, heads, local, page in (("score", 2, 0, 256), ("local_last", 4, 1, 128))
 ]  # fmt: skip
+
+# the same with half as many blocks and queries, for executors that are slow enough to make them count
+SHORT_REQUESTS, SHORT_TOPK = ((2, 0), (3, 1120), (0, 500), (1, 1151), (2, 1151)), 7
+SHORT_PREFILLS = [replace(case, requests=SHORT_REQUESTS, topk=SHORT_TOPK) for case in PREFILLS]
 
 # more requests than one step of the plan's scan takes, some of them long, most without need of scores for topk 3
 MANY_REQUESTS = ((300, 1140), (0, 5), (2, 2300), (3, 126), *[(2, 200)] * 290, (70, 1000))

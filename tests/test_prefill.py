@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance import CACHES, MANY_REQUESTS, PREFILLS, REQUESTS, check_prefill_plan
+from conformance import CACHES, MANY_REQUESTS, PREFILLS, REQUESTS, SHORT_REQUESTS, SHORT_TOPK, check_prefill_plan
 
 from blockpick import CacheLayout, Indexer
 from blockpick.errors import StalePlanError, UnsupportedConfigError
@@ -270,8 +270,9 @@ def test_required_memory_is_what_is_allocated(executor, dtype):
         assert stated.total_bytes == held
 
 
-def test_requests_of_the_conformance_cases_are_what_they_must_be():
+@pytest.mark.parametrize("requests,topk", [(REQUESTS, 16), (SHORT_REQUESTS, SHORT_TOPK)])
+def test_requests_of_the_conformance_cases_are_what_they_must_be(requests, topk):
     """Three requests with queries, more than topk blocks, a partial last block, queries that see different blocks."""
-    assert sum(query_len > 0 for query_len, _ in REQUESTS) >= 3
-    assert any((prefix + query_len) > 16 * 128 and (prefix + query_len) % 128 for query_len, prefix in REQUESTS)
-    assert any(prefix // 128 != (prefix + query_len - 1) // 128 for query_len, prefix in REQUESTS if query_len)
+    assert sum(query_len > 0 for query_len, _ in requests) >= 3
+    assert any((prefix + query_len) > topk * 128 and (prefix + query_len) % 128 for query_len, prefix in requests)
+    assert any(prefix // 128 != (prefix + query_len - 1) // 128 for query_len, prefix in requests if query_len)

@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from executors import GPU, standin
+from executors import GPU, IR_ARCHS, ir_executor, standin
 from hip_standin.device import DEVICES, environment, spans
 from llir import Trap
 
@@ -49,6 +49,16 @@ def test_doctor_shows_the_stand_in_for_what_it_is(machine, capsys):
     main(["doctor", "--json"])
     names = [device["name"] for device in json.loads(capsys.readouterr().out)["devices"]]
     assert len([name for name in names if "interpreter, not a GPU" in name]) == 2
+    main(["doctor"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(shown.count(f"LLVM-IR interpreter, not a GPU ({arch})") >= 1 for arch in IR_ARCHS)
+
+
+@pytest.mark.parametrize("arch", IR_ARCHS)
+def test_explain_shows_the_stand_in_for_what_it_is(arch):
+    """Whoever reads why a route was taken reads on what it ran."""
+    indexer = ir_executor(arch, "lockstep").indexer(CacheLayout("bf16"), max_requests=1, max_seq_len=256)
+    assert indexer.explain().startswith(f"route aot: LLVM-IR interpreter, not a GPU ({arch}) is {arch}; asked for\n")
 
 
 def test_a_binary_of_another_architecture_is_refused(machine):
@@ -78,12 +88,12 @@ def flipped(image):
 class Inserts:
     """Four keys for a cache of two pages, visible to kernels while it is used."""
 
-    def __init__(self, device, loader, arch="gfx942", index=0):
+    def __init__(self, device, loader, arch="gfx942", index=0, **changes):
         self.device, self.layout = device, CacheLayout("bf16")
         self.cache, self.wanted = self.layout.empty(2, "cpu").zero_(), self.layout.empty(2, "cpu").zero_()
         self.keys = torch.randn(2, 4, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
         self.slots = torch.tensor([[0, 5, 130, -1], [7, 200, 255, 5]])
-        kernel = loader.load(binary(arch, "insert__{arch}__bf16"), index)
+        kernel = loader.load(dataclasses.replace(binary(arch, "insert__{arch}__bf16"), **changes), index)
         fixed = {"page_size": 128, "page_rows": 128, "segment_rows": 128, "shard": 0, "cache_ptr": self.cache}
         names = ("key_ptr", "slot_mapping_ptr", "stride_key", "stride_page", "num_tokens", "num_slots")
         self.bound = kernel.bind(fixed, names)
@@ -151,6 +161,28 @@ def test_a_refused_launch_names_the_kernel_and_the_grid(machine):
         inserts.launch(0)
         device.check(device.hip.hipDeviceSynchronize())
         inserts.expect(0)
+
+
+def test_more_threads_than_a_kernel_was_compiled_for_are_refused(machine):
+    """The bound comes from the IR; the launch is refused, the device goes on."""
+    device, loader = machine
+    with Inserts(device, loader, threads=2 * binary("gfx942", "insert__{arch}__bf16").threads) as inserts:
+        with pytest.raises(DriverError, match=r"hipModuleLaunchKernel\(insert__gfx942__bf16, grid 1\)") as error:
+            inserts.launch(0)
+        assert error.value.name == "hipErrorLaunchFailure"
+        device.check(device.hip.hipDeviceSynchronize())
+
+
+def test_a_kernel_that_takes_parameters_must_get_some(machine):
+    device, _ = machine
+    good = binary("gfx942", "insert__{arch}__bf16")
+    module = device.check(device.hip.hipModuleLoadData(good.image))
+    kernel = device.check(device.hip.hipModuleGetFunction(module, good.symbol.encode()))
+    launched = device.hip.hipModuleLaunchKernel(
+        kernel, 1, 1, 1, good.threads, 1, 1, good.shared_bytes, None, None, None
+    )
+    assert int(launched[0]) == 1
+    device.check(device.hip.hipModuleUnload(module))
 
 
 def test_a_fault_fails_the_device_like_a_real_one(machine):

@@ -29,6 +29,12 @@ TURNS_PER_STEP = 256
 DEVICES = "BLOCKPICK_STANDIN_DEVICES"
 
 
+class Facts(ctypes.Structure):
+    """``standin_function`` of standin.h."""
+
+    _fields_ = [("id", ctypes.c_uint64), ("parameters", ctypes.c_uint), ("max_threads", ctypes.c_uint)]
+
+
 class Callbacks(ctypes.Structure):
     """``standin_interpreter`` of standin.h."""
 
@@ -37,7 +43,7 @@ class Callbacks(ctypes.Structure):
                                          ctypes.POINTER(ctypes.c_uint64))),
         ("module_unload", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)),
         ("module_function", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_char_p,
-                                             ctypes.POINTER(ctypes.c_uint64))),
+                                             ctypes.POINTER(Facts))),
         ("launch_begin", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint),
                                           ctypes.POINTER(ctypes.c_uint), ctypes.c_uint,
                                           ctypes.POINTER(ctypes.c_void_p), ctypes.c_int,
@@ -128,7 +134,8 @@ class Standin:
         except Trap as trap:  # the text holds what the interpreter does not know
             self.trap = trap
             return NOT_FOUND
-        result[0] = self._new_id()
+        kernel = program.function
+        result[0] = Facts(self._new_id(), len(kernel.arguments), kernel.max_threads)
         self._functions[self._last_id] = program
         return SUCCESS
 

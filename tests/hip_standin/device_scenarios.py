@@ -222,15 +222,27 @@ def modules():
 
 
 def launches():
-    fake, where, stream, extra = Fake(store), malloc(8), ok(hip.hipStreamCreate()), ctypes.addressof(c_void_p())
+    def bare():
+        yield
+
+    fake, where, stream, extra = Fake(store, bare), malloc(8), ok(hip.hipStreamCreate()), ctypes.addressof(c_void_p())
     stores = function("store")
-    for bad in ({"grid": 0}, {"block": 0}, {"block": 1025}, {"grid": 1 << 30}, {"shared": (64 << 10) + 1}):
+    for bad in ({"grid": 0}, {"block": 0}, {"block": 1025}, {"grid": 1 << 30}, {"grid": 1 << 31, "block": 1},
+                {"gy": 65537}, {"gz": 65537}, {"shared": (64 << 10) + 1}):  # fmt: skip
         assert launch(stores, where, 1, **bad) == 1, bad
     assert launch(None, where, 1) == launch(stream, where, 1) == launch(c_void_p(8), where, 1) == 400
     some = ("hipModuleLaunchKernel", stores.as_c_void_p(), 1, 1, 1, 1, 1, 1, 0, None)
-    assert (call(*some, None, extra), call(*some, extra, extra)) == (801, 1)
+    assert (call(*some, None, extra), call(*some, extra, extra), call(*some, None, None)) == (801, 1, 1)
+    for many in ({"block": 257}, {"block": 128, "by": 3}):  # of more than Fake.MAX_THREADS; the device goes on
+        assert launch(stores, where, 1, **many) == 719 and code(hip.hipDeviceSynchronize()) == 0, many
+    assert launch(stores, where, 1, block=128, by=2) == 801 and fake.shapes == []
+    bares = function("bare").as_c_void_p()
+    assert call("hipModuleLaunchKernel", bares, 1, 1, 1, 1, 1, 1, 0, None, None, None) == 0
+    assert launch(stores, where, 1, block=256, gy=65536, gz=65536) == code(hip.hipDeviceSynchronize()) == 0
+    assert [shape[:2] for shape in fake.shapes] == [([1] * 3, [1] * 3), ([1, 65536, 65536], [256, 1, 1])]
     ok(hip.hipSetDevice(1))
-    assert (launch(stores, where, 1), launch(stores, where, 1, stream), fake.shapes) == (101, 400, [])
+    assert (launch(stores, where, 1), launch(stores, where, 1, stream), len(fake.shapes)) == (101, 400, 2)
+    assert launch(stores, where, 1, block=257) == 101 and call(*some, None, None) == 1  # the order of the checks
 
 
 def sticky():

@@ -42,7 +42,7 @@
     X(hipErrorContextIsDestroyed, 709, "the stream or event is gone")                                                  \
     X(hipErrorHostMemoryAlreadyRegistered, 712, "the host range is already registered")                                \
     X(hipErrorHostMemoryNotRegistered, 713, "the host range is not registered")                                        \
-    X(hipErrorLaunchFailure, 719, "a kernel or a queued copy failed; the device is unusable")                          \
+    X(hipErrorLaunchFailure, 719, "more threads in a block than the kernel was compiled for")                          \
     X(hipErrorNotSupported, 801, "not supported here")                                                                 \
     X(hipErrorUnknown, 999, "unknown failure")
 
@@ -51,7 +51,7 @@ enum { HIP_ERRORS(HIP_ERROR_NUMBER) };
 
 #define API __attribute__((visibility("default"))) int
 
-enum { MAX_DEVICES = 16, MAX_THREADS = 1024, WAVE_THREADS = 64 };
+enum { MAX_DEVICES = 16, MAX_THREADS = 1024, MAX_GRID_YZ = 65536, WAVE_THREADS = 64 };
 #define DEVICE_BYTES ((size_t)16 << 30)
 #define GRANULARITY ((size_t)2 << 20)
 

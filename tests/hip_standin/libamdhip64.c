@@ -245,7 +245,7 @@ static void describe(properties *p, int index, const device_info *info)
     for (int i = 0; i < 3; i++)
         p->block_size[i] = MAX_THREADS;
     p->grid_size[0] = 2147483647;
-    p->grid_size[1] = p->grid_size[2] = 65536;
+    p->grid_size[1] = p->grid_size[2] = MAX_GRID_YZ;
     p->major = 9;
     p->minor = info->arch[4] - '0';
     p->units = info->units;

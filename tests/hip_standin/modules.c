@@ -16,8 +16,8 @@ typedef struct {
 typedef struct {
     node node;
     int device;
-    uint64_t id;     // the interpreter's
     uint64_t module; // handle
+    standin_function facts;
 } function;
 
 static node *modules, *functions;
@@ -145,20 +145,20 @@ static int find_function(void **out, void *handle, const char *name)
         return handle == NULL ? hipErrorInvalidHandle : hipErrorNotFound;
     if (interpreter.module_function == NULL)
         return hipErrorNotSupported;
-    uint64_t id = 0;
+    standin_function facts = {0};
     int error;
-    CALL(error = interpreter.module_function(m->id, name, &id));
-    if ((error = callback_error(error, id)) != hipSuccess)
+    CALL(error = interpreter.module_function(m->id, name, &facts));
+    if ((error = callback_error(error, facts.id)) != hipSuccess)
         return error;
     function *f = NULL;
     for EACH (function, other, functions)
-        if (other->module == m->node.id && other->id == id)
+        if (other->module == m->node.id && other->facts.id == facts.id)
             f = other;
     if (f == NULL && (f = node_new(&functions, sizeof *f, FUNCTION)) == NULL)
         return hipErrorOutOfMemory;
     f->device = m->device;
     f->module = m->node.id;
-    f->id = id;
+    f->facts = facts;
     *out = HANDLE(f);
     return hipSuccess;
 }
@@ -177,10 +177,10 @@ typedef struct {
     void **parameters, **extra;
 } request;
 
-// The checks come in the order in which clr makes them. It makes two more: threads beyond what the kernel was compiled
-// for, and grids above 65536 in y and z.
+// The checks come in the order in which clr makes them.
 static int launch(const request *r, int device)
 {
+    static const unsigned most[3] = {INT32_MAX, MAX_GRID_YZ, MAX_GRID_YZ};
     device_info info[MAX_DEVICES];
     uint64_t stream, id = 0;
     int on, error = stream_resolve(r->stream, device, &stream, &on);
@@ -189,7 +189,8 @@ static int launch(const request *r, int device)
     uint64_t threads = 1;
     for (int i = 0; i < 3; i++) {
         threads *= r->block[i] <= MAX_THREADS ? r->block[i] : MAX_THREADS + 1;
-        if (r->grid[i] == 0 || r->block[i] == 0 || (uint64_t)r->grid[i] * r->block[i] > UINT32_MAX)
+        if (r->grid[i] == 0 || r->block[i] == 0 || r->grid[i] > most[i] ||
+            (uint64_t)r->grid[i] * r->block[i] > UINT32_MAX)
             return hipErrorInvalidValue;
     }
     if (threads > MAX_THREADS || devices_read(info) <= on || r->shared_bytes > info[on].shared_bytes)
@@ -201,11 +202,15 @@ static int launch(const request *r, int device)
     const function *f = node_find(functions, r->function);
     if (f == NULL)
         return hipErrorInvalidHandle;
+    if (f->facts.parameters > 0 && r->parameters == NULL)
+        return hipErrorInvalidValue;
     if (f->device != device)
         return hipErrorInvalidDevice;
+    if (threads > f->facts.max_threads)
+        return hipErrorLaunchFailure;
     if (interpreter.launch_begin == NULL || r->block[1] != 1 || r->block[2] != 1) // threads are numbered in x only
         return hipErrorNotSupported;
-    CALL(error = interpreter.launch_begin(f->id, r->grid, r->block, r->shared_bytes, r->parameters, device, &id));
+    CALL(error = interpreter.launch_begin(f->facts.id, r->grid, r->block, r->shared_bytes, r->parameters, device, &id));
     if ((error = callback_error(error, id)) != hipSuccess)
         return error;
     error = enqueue(stream, &(operation){.kind = LAUNCH, .launch = id}, NULL);

@@ -61,12 +61,18 @@ def ranges():
 class Fake:
     """An interpreter whose kernels are generators of (address, number); one that divides by zero fails."""
 
+    class Function(ctypes.Structure):
+        """``standin_function`` of standin.h."""
+
+        _fields_ = (("id", c_uint64), ("parameters", c_uint), ("max_threads", c_uint))
+
     SIGNATURES = (
         (c_int, c_void_p, c_size_t, c_int, POINTER(c_uint64)), (c_int, c_uint64),
-        (c_int, c_uint64, c_char_p, POINTER(c_uint64)),
+        (c_int, c_uint64, c_char_p, POINTER(Function)),
         (c_int, c_uint64, POINTER(c_uint), POINTER(c_uint), c_uint, POINTER(c_void_p), c_int, POINTER(c_uint64)),
         (c_int, c_uint64), (None, c_uint64),
     )  # fmt: skip
+    MAX_THREADS = 256  # as the kernels of IMAGE were compiled
     alive = []  # noqa: RUF012 # the library keeps only addresses of the callbacks
 
     def __init__(self, *kernels):
@@ -91,13 +97,15 @@ class Fake:
     def function(self, module, name, function):
         if name not in self.kernels:
             return 500
-        function[0] = list(self.kernels).index(name) + 1
+        taken = self.kernels[name].__code__.co_argcount
+        function[0] = self.Function(list(self.kernels).index(name) + 1, taken, self.MAX_THREADS)
         return 0
 
     def begin(self, function, grid, block, shared, parameters, device, launch):
         self.shapes.append((grid[:3], block[:3], shared, device))
         launch[0] = len(self.shapes)
-        self.launches[launch[0]] = list(self.kernels.values())[function - 1](*cells(parameters[0], parameters[1]))
+        kernel = list(self.kernels.values())[function - 1]
+        self.launches[launch[0]] = kernel(*cells(*(parameters[i] for i in range(kernel.__code__.co_argcount))))
         return 0
 
     def step(self, launch):
@@ -134,11 +142,11 @@ def function(name):
     return ok(hip.hipModuleGetFunction(ok(hip.hipModuleLoadData(IMAGE)), name.encode()))
 
 
-def launch(function, where, value, stream=None, grid=1, block=64, shared=0):
+def launch(function, where, value, stream=None, grid=1, block=64, shared=0, gy=1, gz=1, by=1):
     slots = (c_int64 * 2)(where, value)
     pointers = (c_void_p * 2)(ctypes.addressof(slots), ctypes.addressof(slots) + 8)
     parameters = c_void_p(ctypes.addressof(pointers))
-    result = hip.hipModuleLaunchKernel(function, grid, 1, 1, block, 1, 1, shared, stream, parameters, None)
+    result = hip.hipModuleLaunchKernel(function, grid, gy, gz, block, by, 1, shared, stream, parameters, None)
     slots[:] = pointers[:] = [0, 0]  # they must have been copied
     return code(result)
 

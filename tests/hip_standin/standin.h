@@ -23,11 +23,17 @@
 #include <stdint.h>
 
 typedef struct {
+    uint64_t id;          // the interpreter's
+    unsigned parameters;  // how many the kernel takes
+    unsigned max_threads; // of a block, as it was compiled
+} standin_function;
+
+typedef struct {
     // The image is valid during the call only. Returns a hipError_t.
     int (*module_load)(const void *image, size_t bytes, int device, uint64_t *module);
     // No launch of the module is queued any more.
     int (*module_unload)(uint64_t module);
-    int (*module_function)(uint64_t module, const char *name, uint64_t *function);
+    int (*module_function)(uint64_t module, const char *name, standin_function *function);
     // Copies the parameters now: the caller's array may die after the call. Returns a hipError_t.
     int (*launch_begin)(uint64_t function, const unsigned *grid, const unsigned *block, unsigned shared_bytes,
                         void **parameters, int device, uint64_t *launch);

@@ -198,7 +198,7 @@ def insert_element(instruction: Instruction) -> Operation:
 
     def insert(m: Machine, a: Array, value: Array, i: Array) -> Array:
         rows = max(len(a), len(value), len(i))
-        result = np.array(np.broadcast_to(a, (rows, a.shape[1])))
+        result = a.copy() if len(a) == rows else np.repeat(a, rows, axis=0)
         if index is not None:
             result[:, int(index[0])] = value
         else:

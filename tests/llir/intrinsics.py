@@ -206,11 +206,11 @@ def data_parallel_move(instruction: Instruction, arch: str) -> Operation:
 
     def run(m: Machine, old: Array, value: Array, *controls: Array) -> Array:
         value = m.full(value).reshape(-1, WAVE)
-        moved = value[:, source]
-        if everywhere and m.full_mask:
+        moved = value.take(source, axis=1)
+        if everywhere and m.whole_waves:
             return moved.reshape(-1)
         old = m.full(old).reshape(-1, WAVE)
-        valid = inside & m.mask.reshape(-1, WAVE)[:, source]
+        valid = inside if m.whole_waves else inside & m.mask.reshape(-1, WAVE).take(source, axis=1)
         moved = np.where(valid, moved, value.dtype.type(0) if bound else old)
         return np.where(enabled, moved, old).reshape(-1)
 

@@ -134,7 +134,7 @@ def implicit_arguments(grid: tuple[int, int, int], threads: int) -> Array:
 
 class Machine:
     """The resident workgroups of a launch. What instructions see: ``lanes``, ``mask`` (lanes that run), ``selected``
-    (their index), ``r`` (registers), ``memory``, ``lds``, and the identity of every lane.
+    (their index), ``whole_waves`` (no wave runs in part), ``r`` (registers), ``memory``, ``lds``, and the identity of every lane.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Machine:
         self.previous = np.full(lanes, -1)
         self.mask = np.ones(lanes, np.bool_)
         self.selected: Any = slice(None)
-        self.full_mask = True
+        self.full_mask = self.whole_waves = True
         waves = lanes // WAVE
         self._waves_per_group = threads // WAVE
         self._next = np.zeros((waves, WAVE), np.int64)
@@ -176,7 +176,7 @@ class Machine:
 
     def full(self, value: Array) -> Array:
         """A value with one element per lane."""
-        return value if len(value) == self.lanes else np.broadcast_to(value, (self.lanes, *value.shape[1:]))
+        return value if len(value) == self.lanes else np.repeat(value, self.lanes, axis=0)
 
     def active(self, value: Any) -> Array:
         """A value's elements in the lanes that run."""
@@ -248,8 +248,10 @@ class Machine:
         number = int(lowest[candidates[np.lexsort((lowest[candidates], self._turns[candidates]))[0]]])
         waves = runnable & (lowest == number)
         self._turns[waves] += 1
-        self.mask = ((self._next == number) & waves[:, None]).reshape(-1)
+        running = (self._next == number) & waves[:, None]
+        self.mask = running.reshape(-1)
         self.full_mask = bool(self.mask.all())
+        self.whole_waves = self.full_mask or bool(running[waves].all())
         self.selected = slice(None) if self.full_mask else self.every_lane[self.mask]
         self._run(self.program.segments[number], number)
         return True

@@ -72,6 +72,7 @@ WORDS = frozenset(
     ]
 )
 SMEM = "@global_smem"
+MAX_THREADS = 1024  # of a workgroup whose kernel states no bound of its own
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Function:
     name: str
     arguments: tuple[tuple[str, Type], ...]
     blocks: dict[str, list[Instruction]]
+    max_threads: int = MAX_THREADS  # of a workgroup
 
 
 class Reader:
@@ -545,7 +547,7 @@ def parse_function(text: str, name: str) -> Function:
     current: list[Instruction] = []  # the entry block, whose label may be given or the next number
     for line in lines:
         if line.startswith("}"):
-            return Function(name, arguments, blocks)
+            return Function(name, arguments, blocks, parse_max_threads(text, head))
         label = re.match(r'^("[^"]*"|[-\w.$]+):', line)
         if label:
             current = blocks.setdefault("%" + label[1], [])
@@ -560,6 +562,14 @@ def parse_function(text: str, name: str) -> Function:
             current = blocks.setdefault(f"%{unnamed}", [])
         current.append(parse_instruction(statement))
     raise Trap(f"kernel {name} has no end")
+
+
+def parse_max_threads(text: str, head: str) -> int:
+    """The upper bound of ``amdgpu-flat-work-group-size`` at the kernel's first line, or in the group that it names."""
+    group = re.search(r" (#\d+) \{$", head)
+    attributes = re.search(rf"^attributes {group[1]} = .*$", text, re.MULTILINE) if group else None
+    found = re.search(r'"amdgpu-flat-work-group-size"="\d+,(\d+)"', head + (attributes[0] if attributes else ""))
+    return int(found[1]) if found else MAX_THREADS
 
 
 def parse_arguments(text: str) -> tuple[tuple[str, Type], ...]:
