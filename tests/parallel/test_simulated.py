@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from parallel.context_cases import CASES, SENTINEL, TOTAL_HEADS, ContextCase, heads_of
@@ -61,3 +63,126 @@ def test_replays_on_streams(size, dtype, replays):
     case = ContextCase(f"streams-{dtype}", dtype, lens=(2500, 2304, 2559), query_len=2, order="score")
     wrong, records = soak_streams(case, size, replays)
     assert wrong == [] and records == [0] * size
+
+
+@pytest.mark.parametrize("epoch", [0xFFFFFFFD, 1])
+def test_epochs_pass_their_end(one_executor, epoch):
+    """2^32 - 1 is followed by 2: never 0, and the parity goes on changing."""
+    case = ContextCase("epochs", lens=(2500, 300), query_len=1)
+    expected = replicated_on(one_executor, case)
+    cache, table, lens, q = (tensor.to(one_executor.device) for tensor in case.batch())
+    indexers = indexers_of(one_executor, case, 2)
+    shares = [heads_of(rank, 2) for rank in range(2)]
+    seen = []
+    for indexer in indexers:
+        indexer._engine.context_buffers["epochs"].fill_(epoch)
+    plans = [indexer.plan_decode(table, lens, query_len=1) for indexer in indexers]
+    for _ in range(5):
+        outs = [torch.full_like(expected[:, share], SENTINEL).contiguous() for share in shares]
+        decode_in_phases(indexers, plans, [q[:, share].contiguous() for share in shares], cache, outs)
+        assert all(torch.equal(out, expected[:, share]) for share, out in zip(shares, outs, strict=True))
+        seen.append([int(value) for value in indexers[0]._engine.context_buffers["epochs"]])
+    after = [0xFFFFFFFE, 0xFFFFFFFF, 2, 3, 4] if epoch > 9 else [2, 3, 4, 5, 6]
+    assert [first for first, _ in seen] == after
+
+
+def test_stale_words_of_an_earlier_call_are_not_taken(one_executor):
+    """A rank whose words are two calls old is waited for in vain: the same place, the same parity, another epoch."""
+    case = ContextCase("stale", lens=(2500, 300), query_len=1)
+    cache, table, lens, q = (tensor.to(one_executor.device) for tensor in case.batch())
+    heads = heads_of(0, 2)
+    groups = simulated_groups(2, one_executor.device, limit_s=0.05)
+    indexers = [
+        one_executor.indexer(case.layout, num_heads=heads.stop, parallel="context", group=group, **case.options)
+        for group in groups
+    ]
+    plans = [indexer.plan_decode(table, lens, query_len=1) for indexer in indexers]
+    queries = [q[:, heads_of(rank, 2)].contiguous() for rank in range(2)]
+    outs = [torch.empty(len(q), heads.stop, case.topk, dtype=torch.int32, device=q.device) for _ in range(2)]
+    for _ in range(2):
+        decode_in_phases(indexers, plans, queries, cache, outs)
+    late = indexers[0]._engine.context
+    late.exchange(plans[0], queries[0])
+    record = groups[0].failed()
+    assert record >> 32 == 3 and (record >> 16 & 0xFF, record >> 8 & 0xFF, record & 0xFF) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("stride", [8, 16])
+def test_sparse_tables_of_ranks(one_executor, stride):
+    """Every rank writes the table that its heads get from replicated decode."""
+    from blockpick import SparseTable
+
+    case = ContextCase("sparse", lens=(2500, 2304, 0, 130), query_len=2, order="local_last")
+    cache, table, lens, q = (tensor.to(one_executor.device) for tensor in case.batch())
+    generator = torch.Generator().manual_seed(3)
+    attention = torch.randint(0, 1000, (4, case.width), generator=generator, dtype=torch.int32).to(q.device)
+
+    def sparse_of(heads):
+        rows = len(q) * heads
+        filled = {"dtype": torch.int32, "device": q.device}
+        return SparseTable(
+            attention, stride, torch.full((rows, case.topk * 8), -9, **filled), torch.full((rows,), -9, **filled)
+        )
+
+    whole = sparse_of(TOTAL_HEADS)
+    alone = one_executor.indexer(case.layout, num_heads=TOTAL_HEADS, **case.options)
+    ids = torch.empty(len(q), TOTAL_HEADS, case.topk, dtype=torch.int32, device=q.device)
+    alone.decode(alone.plan_decode(table, lens, query_len=2), q, cache, ids, sparse_table=whole)
+    indexers = indexers_of(one_executor, case, 2)
+    plans = [indexer.plan_decode(table, lens, query_len=2) for indexer in indexers]
+    shares = [heads_of(rank, 2) for rank in range(2)]
+    outs = [torch.empty_like(ids[:, share]).contiguous() for share in shares]
+    sparse = [sparse_of(2) for _ in shares]
+    decode_in_phases(indexers, plans, [q[:, share].contiguous() for share in shares], cache, outs, sparse)
+    for share, found in zip(shares, sparse, strict=True):
+        expected = whole.table.view(len(q), TOTAL_HEADS, -1)[:, share].reshape(found.table.shape)
+        assert torch.equal(found.table, expected)
+        assert torch.equal(found.context_lens, whole.context_lens.view(len(q), -1)[:, share].flatten())
+
+
+def test_memory_is_what_is_held(one_executor):
+    """Every buffer is stated, the exchanged one too, and decode's own buffers are not there twice."""
+    case = ContextCase("memory", lens=(2500, 300), query_len=2)
+    (indexer, _) = indexers_of(one_executor, case, 2)
+    items = dict(indexer.memory().items)
+    engine = indexer._engine
+    held = sum(t.numel() * t.element_size() for slot in engine.buffers for t in slot.values())
+    held += sum(t.numel() * t.element_size() for t in engine.context_buffers.values())
+    exchange = items.pop("exchange (peer memory)")
+    assert sum(items.values()) == held and exchange >= engine._exchange.tensors[0].numel() * 8
+    assert "blocks" not in items and items["context_scores"] == 6 * TOTAL_HEADS * 32 * 4
+
+
+def test_explain_says_how_decode_is_spread(one_executor):
+    case = ContextCase("explain", lens=(300,))
+    (indexer, _) = indexers_of(one_executor, case, 2)
+    assert "parallel context: asked for" in indexer.explain()
+    assert "rank 0 of 2: simulated" in indexer.explain()
+
+
+def test_a_group_of_one_decodes_alone_and_says_why(one_executor, caplog):
+    case = ContextCase("alone", lens=(300,))
+    (group,) = simulated_groups(1, one_executor.device)
+    for _ in range(2):
+        indexer = one_executor.indexer(case.layout, num_heads=4, parallel="context", group=group, **case.options)
+    assert "parallel context: not used: the group has 1 rank(s)" in indexer.explain()
+    warnings = [record for record in caplog.records if "is not used" in record.getMessage()]
+    assert len(warnings) <= 1  # one warning a process
+
+
+@pytest.mark.parametrize(
+    "options,told",
+    [
+        ({"parallel": "tensor"}, "parallel='tensor' is not supported"), ({"parallel": "context"}, "needs a group"),
+        ({"group": "given"}, "belong to parallel='context'"), ({"total_heads": 4}, "belong to parallel='context'"),
+        ({"parallel": "context", "group": "given", "slots": 2}, "slots=2 with parallel='context'"),
+        ({"parallel": "context", "group": "given", "total_heads": 3}, "can't share total_heads=3"),
+    ],
+)  # fmt: skip
+def test_refusals_at_construction(one_executor, options, told):
+    from blockpick import CacheLayout, UnsupportedConfigError
+
+    if "group" in options:
+        options = {**options, "group": simulated_groups(2, one_executor.device)[0]}
+    with pytest.raises(UnsupportedConfigError, match=re.escape(told)):
+        one_executor.indexer(CacheLayout("bf16"), num_heads=2, max_requests=2, max_seq_len=1024, **options)

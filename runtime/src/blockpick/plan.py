@@ -80,18 +80,19 @@ class SlotSizes:
 
     @classmethod
     def of(
-        cls, config: IndexerConfig, num_units: int, split_blocks: int, keys_per_split: int, tile_tokens: int
+        cls, config: IndexerConfig, num_units: int | None, split_blocks: int, keys_per_split: int, tile_tokens: int
     ) -> SlotSizes:
-        """Sizes for ``config``: ``num_units`` decode work units, splits of ``split_blocks`` blocks, prefill tiles of
-        ``tile_tokens`` tokens.
+        """Sizes for ``config``: ``num_units`` decode work units (None: decode's buffers are elsewhere), splits of
+        ``split_blocks`` blocks, prefill tiles of ``tile_tokens`` tokens.
 
         Raises
         ------
         UnsupportedConfigError
             When ``workspace_bytes`` does not hold the scores of one tile.
         """
-        scores = config.max_rows * config.score_stride
-        partial = rows_of_splits(config.max_rows, config.max_blocks, split_blocks) * keys_per_split
+        decode_rows = 0 if num_units is None else config.max_rows
+        scores = decode_rows * config.score_stride
+        partial = rows_of_splits(decode_rows, config.max_blocks, split_blocks) * keys_per_split
         prefill: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
         workspace = 0
         if config.max_prefill_tokens:
@@ -108,16 +109,17 @@ class SlotSizes:
                 ("prefill_positions", (config.max_prefill_tokens,), torch.int32),
                 ("spans", (passes, config.max_requests + 1, 4), torch.int32),
             )
-        shapes = (
-            ("header", (16,), torch.int32),
-            ("positions", (config.max_requests * config.max_query_len,), torch.int32),
-            ("offsets", (config.max_requests + 1,), torch.int32),
-            ("unit_request", (num_units,), torch.int32),
-            ("blocks", (config.max_requests * config.max_blocks,), torch.int32),
-            ("scores", (scores,), torch.float32),
-            ("partial", (max(partial, 16),), torch.int64),
-            *prefill,
-        )
+        decode: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+        if num_units is not None:
+            decode = (
+                ("header", (16,), torch.int32),
+                ("positions", (config.max_requests * config.max_query_len,), torch.int32),
+                ("offsets", (config.max_requests + 1,), torch.int32),
+                ("unit_request", (num_units,), torch.int32),
+                ("blocks", (config.max_requests * config.max_blocks,), torch.int32),
+            )
+        scratch = (("scores", (max(scores, 16),), torch.float32), ("partial", (max(partial, 16),), torch.int64))
+        shapes = (*decode, *scratch, *prefill)
         return cls(shapes, tile_tokens, workspace)
 
     def memory(self, slots: int) -> Memory:

@@ -31,7 +31,7 @@ class ContextEngine(KernelEngine):
         self, config: IndexerConfig, device: torch.device, info: DeviceInfo | None, arch: str, route: str,
         group: Group, total_heads: int | None,
     ) -> None:  # fmt: skip
-        super().__init__(config, device, info, arch, route)
+        super().__init__(config, device, info, arch, route, decodes=False)
         self.group, self.share = group, HeadShare.of(group.size, config.num_heads, total_heads)
         package = find_package(arch)
         self.context_kernels = ContextKernels.choose(package, config, self.share, route)

@@ -16,6 +16,7 @@ from ..dispatch import Choice, find_package, load
 from ..plan import DecodePlan, PrefillPlan, SlotSizes
 from .decode_pick import DecodePick, select_decode, units_per_length
 from .prefill_pick import PrefillPick, select_prefill
+from .selection import Selection
 from .sparse_table import SparseTable
 
 
@@ -82,25 +83,26 @@ class KernelEngine:
     """decode_pick and prefill_pick through the kernels of one package, on one route."""
 
     def __init__(
-        self, config: IndexerConfig, device: torch.device, info: DeviceInfo | None, arch: str, route: str
-    ) -> None:
+        self, config: IndexerConfig, device: torch.device, info: DeviceInfo | None, arch: str, route: str,
+        decodes: bool = True,
+    ) -> None:  # fmt: skip
         self.config, self.device, self.route, self._info = config, device, route, info
         package = find_package(arch)
         self.rounding = config.rounding(package.nvfp4_rounding)
         self.numerics = config.numerics(self.rounding, package.prefill_fp8)
-        self.decode_kernels = select_decode(package, config, route)
+        self._compute_units = info.compute_units if info is not None else 1
+        self.decode_kernels = select_decode(package, config, route) if decodes else None
         self.prefill_kernels = select_prefill(package, config, route) if config.max_prefill_tokens else None
-        self.choices = self.decode_kernels.choices
-        tile_tokens = 1
+        self.choices: tuple[Choice, ...] = ()
+        units, tile_tokens = None, 1
+        if self.decode_kernels is not None:
+            self.choices += self.decode_kernels.choices
+            units = max(units_per_length(self.decode_kernels, self._compute_units))
         if self.prefill_kernels is not None:
             self.choices += self.prefill_kernels.choices
             tile_tokens = self.prefill_kernels.tile_tokens(config.num_heads)
-        self._compute_units = info.compute_units if info is not None else 1
-        selection = self.decode_kernels.selection
-        self.sizes = SlotSizes.of(
-            config, max(units_per_length(self.decode_kernels, self._compute_units)), selection.split_blocks,
-            selection.keys_per_split, tile_tokens,
-        )  # fmt: skip
+        selection = Selection.choose(package, config, route)
+        self.sizes = SlotSizes.of(config, units, selection.split_blocks, selection.keys_per_split, tile_tokens)
         self.buffers: list[dict[str, torch.Tensor]] = []
 
     def memory(self) -> Memory:
@@ -111,8 +113,10 @@ class KernelEngine:
         """Allocate the buffers of all slots and bind the launches."""
         self.buffers = [self.sizes.allocate(self.device) for _ in range(self.config.slots)]
         arguments = self.config, self._compute_units
-        self.decodes = [DecodePick(self.decode_kernels, *arguments, slot, self._bind) for slot in self.buffers]
+        self.decodes: list[DecodePick] = []
         self.prefills: list[PrefillPick] = []
+        if self.decode_kernels is not None:
+            self.decodes = [DecodePick(self.decode_kernels, *arguments, slot, self._bind) for slot in self.buffers]
         if self.prefill_kernels is not None:
             self.prefills = [PrefillPick(self.prefill_kernels, *arguments, slot, self._bind) for slot in self.buffers]
 

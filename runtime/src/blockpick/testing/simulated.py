@@ -13,6 +13,7 @@ from ..errors import PeerError
 from ..indexer import Indexer
 from ..ops.context_engine import ContextEngine
 from ..ops.context_pick import PUSH, WAIT
+from ..ops.sparse_table import SparseTable
 from ..plan import DecodePlan
 
 LIMIT_WORD = 1
@@ -80,7 +81,7 @@ def simulated_groups(size: int, device: torch.device | str, limit_s: float = 5.0
 
 def decode_in_phases(
     indexers: Sequence[Indexer], plans: Sequence[DecodePlan], queries: Sequence[torch.Tensor], cache: torch.Tensor,
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor], sparse_tables: Sequence[SparseTable | None] | None = None,
 ) -> None:  # fmt: skip
     """One layer on all ranks of a process, phase by phase on one stream: nothing waits in vain, nothing spins."""
     ranks = []
@@ -96,5 +97,5 @@ def decode_in_phases(
     for context, plan, q, _ in ranks:
         context.score(plan, cache)
         context.push(plan, q.device)
-    for context, plan, _, out in ranks:
-        context.merge(plan, out)
+    for (context, plan, _, out), sparse in zip(ranks, sparse_tables or [None] * len(ranks), strict=True):
+        context.merge(plan, out, sparse)
