@@ -19,7 +19,7 @@ def place(context: Rank) -> dict[str, Any]:
     """Where a rank runs: sources in the interpreter, or release binaries on the machine's GPUs."""
     if not torch.cuda.is_available():
         return {"device": "cpu", "backend": "interpreter", "arch": context.kept.get("arch", "sm90")}
-    device = f"cuda:{context.rank % torch.cuda.device_count()}"
+    device = f"cuda:{os.environ.get('BLOCKPICK_TEST_DEVICE') or context.rank % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
     return {"device": device, "backend": "aot", "arch": None}
 
@@ -387,3 +387,58 @@ def subgroups(context: Rank) -> list[str]:
 def kept(context: Rank) -> list[str]:
     """Names of what is kept."""
     return sorted(context.kept)
+
+
+def group_in_capture(context: Rank) -> str:
+    """Make a group while a graph is captured; the error."""
+    torch.zeros(1, device=place(context)["device"])
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            RankGroup(device=place(context)["device"])
+    except RuntimeError as error:
+        return str(error)[: len("RankGroup: not allowed inside a graph capture")]
+    return "nothing"
+
+
+def open_twice(context: Rank) -> str:
+    """Open the peer's allocation a second time, as another sub-buffer of it would."""
+    from blockpick_cuda import peer as module
+
+    group = context.kept["group"]
+    buffer = group.open_buffer(1 << 20)
+    payloads = group._gather(buffer._own.payload)
+    other = payloads[1 - context.rank]
+    again = group._memory.open("ipc", other, buffer.size, None)
+    (entry,) = [entry for key, entry in module._mapped.items() if key[2] == other]
+    counted = entry[1]
+    same = again.address == buffer.addresses[1 - context.rank]
+    again.close()
+    still = (group._memory._index, "ipc", other) in module._mapped
+    group.close_buffer(buffer)
+    gone = not module._mapped
+    return (
+        "mapped once, counted twice" if same and counted == 2 and still and gone else f"{same} {counted} {still} {gone}"
+    )
+
+
+def open_own(context: Rank) -> str:
+    """Open the own allocation's handle in the process that exported it."""
+    group = context.kept["group"]
+    own = group._memory.allocate(2 << 20, "ipc")
+    try:
+        group._memory.open("ipc", own.payload, 2 << 20, None).close()
+    except blockpick.DriverError as error:
+        return f"DriverError: {str(error).split(':')[0]}"
+    finally:
+        own.close()
+    return "opened"
+
+
+def make_nccl_group(context: Rank) -> str:
+    """A group over NCCL that uses its collectives."""
+    drop_group(context)
+    device = place(context)["device"]
+    nccl = torch.distributed.new_group(backend="nccl")
+    context.kept["group"] = RankGroup(nccl, device=device, transport="collective")
+    return context.kept["group"].explain()

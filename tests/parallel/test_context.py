@@ -34,6 +34,25 @@ def test_changing_batches_and_a_slow_rank(ranks, dtype, order):
     assert ranks.run(tasks.soak, case, calls, 1) == [[]] * ranks.size
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo gathers no device memory; test_collective_over_nccl does")
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[8], *CASES[-9:-4]], ids=str)
+def test_collective_transport(ranks, case):
+    """Queries and candidates over the process group: the same kernels, the same ids."""
+    told = ranks.run(tasks.make_group, {"transport": "collective"})
+    assert all("transport collective: asked for" in text for text in told)
+    assert ranks.run(tasks.decode, case) == [[]] * ranks.size
+    ranks.run(tasks.make_group)
+
+
+@pytest.mark.multigpu
+@pytest.mark.requires(ngpus=2)
+def test_collective_over_nccl():
+    with Ranks(2) as ranks:
+        ranks.run(tasks.make_nccl_group)
+        for case in CASES:
+            assert ranks.run(tasks.decode, case) == [[], []], case
+
+
 @pytest.mark.gpu
 @pytest.mark.requires(ngpus=1)
 @pytest.mark.parametrize("kind", ["ipc", "posix_fd"])
