@@ -44,7 +44,7 @@ def prefill(
 def test_case_3_and_25_padded_batches_stay_inside_their_scratch(executor, monkeypatch, kind):
     """Rows and requests of padding, two replays, 4 KiB of guard behind every buffer, scores in several passes."""
     guards = guarded(monkeypatch)
-    case = PrefillCase("padded", "e4m3fn", ((2, 700), (2, 300), (65, 130), (0, 0), (0, 0)), num_heads=4, topk=2,
+    case = PrefillCase("padded", "e4m3fn", ((2, 300), (2, 129), (65, 64), (0, 0), (0, 0)), num_heads=4, topk=2,
                        data="integer", padding=10, workspace_bytes=256 * 32 * 4)  # fmt: skip
     batch = build_prefill(case).to(executor.device)
     indexer = executor.indexer(case.layout(), **{**case.options(), "max_query_len": 2})
