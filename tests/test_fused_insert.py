@@ -169,7 +169,7 @@ def test_one_launch_on_every_executor(executor, dtype, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tokens", [65_537, 70_000])
+@pytest.mark.parametrize("num_tokens", [65_537])  # minutes in the interpreter
 def test_case_16_more_tokens_than_a_grid_dimension_holds(one_executor, num_tokens):
     """The last tiles of a long batch, on either side of 65,536 rows, are written like those of a short one."""
     last = 20 if one_executor.device == "cpu" else num_tokens
