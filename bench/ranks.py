@@ -8,6 +8,8 @@ alone, and the replicated op of its heads on the same GPU. Ids are compared with
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -23,6 +25,7 @@ from context_rows import TOTAL_HEADS, batch_of
 from rows import POOL_BYTES, TOPK, filled_cache
 
 import blockpick
+from blockpick.parallel.heads import HeadShare
 
 LAYERS, REPLAYS = 16, 15
 
@@ -50,57 +53,78 @@ def together_us(start: Callable[[], object], calls: list[Callable[[], object]]) 
     return statistics.median(samples)
 
 
+class RankCase:
+    """One case on one rank: its share of the queries, the replicated op, and what it is to be compared with."""
+
+    def __init__(self, rank: int, size: int, layout: blockpick.CacheLayout, cache: torch.Tensor, lens: list[int],
+                 query_len: int, rounding: str) -> None:  # fmt: skip
+        torch.manual_seed(2)  # the same batch on all ranks
+        self.layout, self.query_len, self.heads = layout, query_len, max(TOTAL_HEADS // size, 1)
+        self.table, self.seq_lens, self.views = batch_of(cache, lens)
+        q = torch.randn(len(lens) * query_len, TOTAL_HEADS, 128, device="cuda").to(layout.query_dtype)
+        first = HeadShare.of(size, self.heads, TOTAL_HEADS).first_head(rank)
+        self.q = q[:, first : first + self.heads].contiguous()
+        self.options: dict[str, Any] = {
+            "num_heads": self.heads, "max_query_len": query_len, "max_requests": len(lens), "order": "local_last",
+            "max_seq_len": max(lens), "nvfp4_rounding": None if rounding == "none" else rounding,
+            "device": f"cuda:{rank}",
+        }  # fmt: skip
+        self.alone = blockpick.Indexer(layout, **self.options)
+        self.expected = self.decode(self.alone, self.planned(self.alone), self.views[0])
+
+    def planned(self, indexer: blockpick.Indexer, lens: torch.Tensor | None = None) -> blockpick.DecodePlan:
+        """The indexer's plan of the batch, or of other lengths."""
+        lens = self.seq_lens if lens is None else lens
+        return indexer.plan_decode(self.table, lens, query_len=self.query_len)
+
+    def decode(self, indexer: blockpick.Indexer, plan: blockpick.DecodePlan, cache: torch.Tensor) -> torch.Tensor:
+        """One layer."""
+        out = torch.empty(len(self.q), self.heads, TOPK, dtype=torch.int32, device="cuda")
+        return indexer.decode(plan, self.q, cache, out)
+
+    def layers(self, indexer: blockpick.Indexer, plan: blockpick.DecodePlan) -> list[Callable[[], object]]:
+        """Calls of as many layers as a graph holds, over rotating views of the cache."""
+        out = torch.empty_like(self.expected)
+        views = [self.views[turn % len(self.views)] for turn in range(LAYERS)]
+        return [functools.partial(indexer.decode, plan, self.q, view, out) for view in views]
+
+
+def row_of(name: str, rank: int, case: RankCase, groups: dict[str, blockpick.RankGroup]) -> dict[str, Any]:
+    """Times of one case on one rank over every transport."""
+    row: dict[str, Any] = {"name": name, "rank": rank}
+    for transport, group in groups.items():
+        indexer = blockpick.Indexer(case.layout, parallel="context", group=group, **case.options)
+        plan = case.planned(indexer)
+        row[f"{transport}_exact"] = torch.equal(case.decode(indexer, plan, case.views[0]), case.expected)
+        calls = case.layers(indexer, plan)
+        row[f"{transport}_us"] = together_us(calls[0], calls)
+        if transport == "peer":
+            alone = case.layers(case.alone, case.planned(case.alone))
+            row["replicated_us"] = together_us(calls[0], alone)
+            nothing = case.planned(indexer, torch.ones_like(case.seq_lens))  # no block to score: the chain's own cost
+            idle = case.layers(indexer, nothing)
+            row["chain_without_work_us"] = together_us(idle[0], idle)
+        group.check()
+        indexer.close()
+    return row
+
+
 def measure(rank: int, size: int, cases: dict[str, Any], nccl: Any) -> list[dict[str, Any]]:
     """Rows of one rank."""
-    heads, rows = max(TOTAL_HEADS // size, 1), []
-    groups = {"peer": blockpick.RankGroup(device=f"cuda:{rank}", transport="peer")}
-    groups["collective"] = blockpick.RankGroup(nccl, device=f"cuda:{rank}", transport="collective")
+    groups = {
+        "peer": blockpick.RankGroup(device=f"cuda:{rank}", transport="peer"),
+        "collective": blockpick.RankGroup(nccl, device=f"cuda:{rank}", transport="collective"),
+    }
+    rows = []
     for dtype, rounding in cases["caches"]:
         layout = blockpick.CacheLayout(dtype)
         torch.manual_seed(1)
         cache = filled_cache(layout, POOL_BYTES // layout.page_bytes)
-        for query_len in cases["query_lens"]:
-            for label, batch in cases["batches"].items():
-                lens = [tokens for count, tokens in batch for _ in range(count)]
-                torch.manual_seed(2)
-                table, seq_lens, views = batch_of(cache, lens)
-                q = torch.randn(len(lens) * query_len, TOTAL_HEADS, 128, device="cuda").to(layout.query_dtype)
-                options: dict[str, Any] = {
-                    "num_heads": heads, "max_query_len": query_len, "max_requests": len(lens), "order": "local_last",
-                    "max_seq_len": max(lens), "nvfp4_rounding": None if rounding == "none" else rounding,
-                    "device": f"cuda:{rank}",
-                }  # fmt: skip
-                calls = [views[turn % len(views)] for turn in range(LAYERS)]
-                alone = blockpick.Indexer(layout, **options)
-                plan = alone.plan_decode(table, seq_lens, query_len=query_len)
-                row: dict[str, Any] = {"name": f"{dtype} {rounding} CP{size} L{query_len} {label}", "rank": rank}
-                for transport, group in groups.items():
-                    indexer = blockpick.Indexer(layout, parallel="context", group=group, **options)
-                    first = indexer._engine.share.first_head(rank)
-                    own = q[:, first : first + heads].contiguous()
-                    out = torch.empty(len(q), heads, TOPK, dtype=torch.int32, device="cuda")
-                    expected = alone.decode(plan, own, views[0], torch.empty_like(out))
-                    spread = indexer.plan_decode(table, seq_lens, query_len=query_len)
-                    indexer.decode(spread, own, views[0], out)
-                    row[f"{transport}_exact"] = torch.equal(out, expected)
-                    line_up = lambda i=indexer, p=spread, o=own, r=out: i.decode(p, o, views[0], r)  # noqa: E731
-                    row[f"{transport}_us"] = together_us(
-                        line_up, [lambda v=v, i=indexer, p=spread, o=own, r=out: i.decode(p, o, v, r) for v in calls]
-                    )
-                    if transport == "peer":
-                        row["replicated_us"] = together_us(
-                            line_up, [lambda v=v, o=own, r=expected: alone.decode(plan, o, v, r) for v in calls]
-                        )
-                        tiny = torch.ones_like(seq_lens)  # nothing to score: what is left is the chain's own cost
-                        spread = indexer.plan_decode(table, tiny, query_len=query_len)
-                        row["chain_without_work_us"] = together_us(
-                            lambda: None,
-                            [lambda i=indexer, p=spread, o=own, r=out: i.decode(p, o, views[0], r)] * LAYERS,
-                        )
-                    group.check()
-                    indexer.close()
-                rows.append(row)
-        del cache
+        for query_len, (label, batch) in itertools.product(cases["query_lens"], cases["batches"].items()):
+            lens = [tokens for count, tokens in batch for _ in range(count)]
+            case = RankCase(rank, size, layout, cache, lens, query_len, rounding)
+            rows.append(row_of(f"{dtype} {rounding} CP{size} L{query_len} {label}", rank, case, groups))
+        del cache, case
         torch.cuda.empty_cache()
     for group in groups.values():
         group.close()

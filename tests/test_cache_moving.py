@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import blockpick
-from blockpick import CacheFault, CacheLayout
+from blockpick import CacheFault, CacheLayout, UnsupportedConfigError
 from blockpick.testing.cases import DecodeCase, build
 
 DTYPES = ["bf16", "e4m3fn", "nvfp4"]
@@ -54,6 +54,56 @@ def test_fingerprints_tell_layouts_apart():
         "blockpick-index-k/1 dtype=nvfp4 page_size=128 shards=2 page_rows=64 segment_rows=64 page_bytes=4608 "
         "quantiser=amax6-e4m3-floor2^-9-e2m1-rne"
     )
+
+
+@pytest.mark.parametrize(
+    "other,named",
+    [
+        (CacheLayout("nvfp4", 256), ["page_size=256 there, 128 here", "page_rows=256", "page_bytes=18432"]),
+        (CacheLayout("nvfp4", 128, 2), ["shards=2 there, 1 here", "segment_rows=64 there, 128 here"]),
+        (CacheLayout("e4m3fn"), ["dtype=e4m3fn there, nvfp4 here", "page_bytes=16384", "quantiser=cast-rne-sat448"]),
+    ],
+)
+def test_fingerprints_are_compared_by_field(other, named):
+    """Every field that differs is named with both values; fields that agree are not."""
+    mine = CacheLayout("nvfp4")
+    mine.check_fingerprint(CacheLayout("nvfp4").fingerprint())
+    with pytest.raises(UnsupportedConfigError) as error:
+        mine.check_fingerprint(other.fingerprint())
+    fields = dict(pair.split("=", 1) for pair in mine.fingerprint().split(" ")[1:])
+    theirs = dict(pair.split("=", 1) for pair in other.fingerprint().split(" ")[1:])
+    assert all(text in str(error.value) for text in named)
+    for name, value in fields.items():
+        assert (f"{name}={theirs[name]} there, {value} here" in str(error.value)) == (theirs[name] != value)
+
+
+@pytest.mark.parametrize(
+    "other,message",
+    [
+        (CacheLayout("nvfp4").fingerprint().replace("k/1", "k/2"), "format=blockpick-index-k/2 there, .*k/1 here"),
+        (CacheLayout("nvfp4").fingerprint() + " tp_size=4", "tp_size=4 there, missing here"),
+        (CacheLayout("nvfp4").fingerprint().removesuffix(" quantiser=amax6-e4m3-floor2^-9-e2m1-rne"),
+         "quantiser=missing there"),
+        ("", "format= there"),
+        ("another format", "format=another there"),
+        (CacheLayout("nvfp4").fingerprint() + " more", "'blockpick-index-k/1 .* more'"),
+    ],
+)  # fmt: skip
+def test_fingerprints_of_other_formats(other, message):
+    with pytest.raises(UnsupportedConfigError, match=message):
+        CacheLayout("nvfp4").check_fingerprint(other)
+
+
+def test_fingerprints_are_texts():
+    with pytest.raises(TypeError, match=r"other: must be a fingerprint \(str\), is CacheLayout"):
+        CacheLayout("nvfp4").check_fingerprint(CacheLayout("nvfp4"))
+
+
+@pytest.mark.parametrize("page", [True, 1.0, "0", None, torch.tensor(1)])
+def test_pages_are_integers(page):
+    layout = CacheLayout("bf16")
+    with pytest.raises(TypeError, match=f"page: must be an int, is {type(page).__name__}"):
+        layout.page_range(layout.empty(3, "cpu"), page)
 
 
 def filled(dtype: str, page_size: int = 128) -> tuple[CacheLayout, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,3 +153,99 @@ def test_a_page_of_zeros_is_no_nvfp4_page():
     assert len(blockpick.cache_check.check_cache(layout, cache, table, lens, limit=1000)) == 128
     cache.view(6, -1)[2, 8192 + 5] = 0x81
     assert CacheFault(1, 2, 0, "negative scale") in blockpick.cache_check.check_cache(layout, cache, table, lens, 1000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size,shards", [(128, 2), (256, 2), (256, 4), (128, 8)])
+def test_every_rank_checks_the_tokens_that_it_stores(dtype, page_size, shards):
+    """A page of which 70 tokens exist: no alarm on any rank; a fault is found where the token exists, and only there."""
+    layout, tokens = CacheLayout(dtype, page_size, shards), page_size + 70
+    keys = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+    table, lens = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    slots = torch.where(torch.arange(tokens) < page_size, page_size, -page_size) + torch.arange(tokens)
+    for shard in range(shards):
+        cache = layout.empty(2, "cpu")
+        cache.view(torch.uint8).fill_(0xFF if dtype == "bf16" else 0x7F)
+        blockpick.insert(layout, cache, keys, slots, shard=shard)
+        assert blockpick.cache_check.check_cache(layout, cache, table, lens, shard=shard) == []
+        first, rows = shard * layout.page_rows, layout.page_rows
+        poisoned = torch.arange(first, first + rows)
+        broken = cache.clone()
+        broken.view(torch.uint8).fill_(0xFF if dtype != "nvfp4" else 0x7F)
+        faults = blockpick.cache_check.check_cache(layout, broken, table, lens, 1000, shard=shard)
+        assert [f.row for f in faults if f.page == 1] == poisoned.tolist()
+        assert [f.row for f in faults if f.page == 0] == poisoned[poisoned < 70].tolist()
+
+
+def test_infinite_keys_are_reported_as_what_they_may_be():
+    """Contract: bf16 stores an infinite key as it comes; e4m3fn and NVFP4 saturate and leave nothing to report."""
+    keys = torch.randn(4, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    keys[2, 5], keys[3, 7] = float("inf"), -float("inf")
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    for dtype in DTYPES:
+        layout = CacheLayout(dtype)
+        cache = layout.empty(1, "cpu")
+        blockpick.insert(layout, cache, keys, torch.arange(4))
+        faults = blockpick.cache_check.check_cache(layout, cache, table, lens)
+        reason = "infinite keys, as inserted or overwritten"
+        assert faults == [CacheFault(0, 0, row, reason) for row in (2, 3)] * (dtype == "bf16")
+
+
+@pytest.mark.parametrize("code", [0x08, 0x80, 0x88, 0x1F, 0xF1])
+def test_a_negative_zero_code_is_reported(code):
+    """An insert stores zeros as +0: nibble 8 is none of its codes, in either half of a byte."""
+    layout, cache, table, lens = filled("nvfp4")
+    cache.view(6, -1)[4, 9 * 64 + 3] = code
+    wanted = [CacheFault(0, 4, 9, "negative zero code")] if 8 in (code & 15, code >> 4) else []
+    assert blockpick.cache_check.check_cache(layout, cache, table, lens) == wanted
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD = [
+    ({"layout": "nvfp4"}, TypeError, "layout: must be a CacheLayout, is str"),
+    ({"cache": torch.zeros(2, 128, 64, dtype=torch.uint8)}, ValueError, "cache: shape must be"),
+    ({"block_table": integers(0, 1)}, ValueError, r"block_table: must be \[B, W\]"),
+    ({"block_table": torch.zeros(1, 2)}, TypeError, "block_table: dtype must be torch.int32"),
+    ({"block_table": [[0, 1]]}, TypeError, "block_table: must be a torch.Tensor"),
+    ({"seq_lens": torch.tensor([100.5])}, TypeError, "seq_lens: dtype must be torch.int32"),
+    ({"seq_lens": [100]}, TypeError, "seq_lens: must be a torch.Tensor"),
+    ({"seq_lens": integers(100, 100)}, ValueError, "seq_lens: must have 1 entries like block_table, has 2"),
+    ({"seq_lens": integers()}, ValueError, "seq_lens: must have 1 entries"),
+    ({"limit": 0}, ValueError, "limit: must be 1"),
+    ({"limit": -1}, ValueError, "limit: must be 1"),
+    ({"limit": True}, ValueError, "limit: must be 1"),
+    ({"shard": 1}, ValueError, r"shard: must be 0..0 \(layout.shards=1\), is 1"),
+    ({"shard": -1}, ValueError, "shard: must be 0..0"),
+]
+
+
+@pytest.mark.parametrize("changes,error,message", BAD, ids=[f"{next(iter(b[0]))}-{n}" for n, b in enumerate(BAD)])
+def test_bad_arguments_of_the_check_are_refused(changes, error, message):
+    good = {"layout": CacheLayout("nvfp4"), "cache": torch.zeros(2, 128, 72, dtype=torch.uint8),
+            "block_table": torch.zeros(1, 2, dtype=torch.int32), "seq_lens": integers(100)}  # fmt: skip
+    with pytest.raises(error, match=message):
+        blockpick.cache_check.check_cache(**{**good, **changes})
+    indexer = blockpick.Indexer(CacheLayout("nvfp4"), max_requests=1, device="cpu", backend="reference")
+    if "layout" not in changes:
+        with pytest.raises(error, match=message):
+            indexer.check_cache(**{name: value for name, value in {**good, **changes}.items() if name != "layout"})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_cache_of_a_layer_that_reuses_a_selection(dtype):
+    """Its layout is that of all layers, so that pages move alike, but nothing was inserted: only layers that pick pass
+    the check.
+    """
+    layout, cache, table, lens = filled(dtype)
+    indexer = blockpick.Indexer(
+        layout, max_requests=2, max_seq_len=384, topk_every=2, device="cpu", backend="reference"
+    )
+    reusing = layout.empty(6, "cpu")
+    reusing.view(torch.uint8).fill_(0x7F if dtype != "bf16" else 0xFF)
+    for layer, layers_cache in enumerate((cache, reusing, cache, reusing)):
+        assert layout.page_range(layers_cache, 4) == layout.page_range(cache, 4)
+        faults = indexer.check_cache(layers_cache, table, lens, 1000)
+        assert len(faults) == (0 if indexer.picks(layer) else int(lens.sum()))

@@ -10,10 +10,12 @@ import time
 
 import pytest
 import torch
+from fused_cases import rows
 from support import ROOT
 
 from blockpick import CacheLayout, Indexer, insert
 from blockpick.testing.cases import DecodeCase, build, check_batch
+from blockpick.testing.prefill_cases import PrefillCase, build_prefill
 from blockpick.testing.reference import block_scores, insert_reference, select_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.requires(ngpus=1)]
@@ -108,6 +110,79 @@ def test_outputs_outlive_their_references(executor):
         graph.replay()
     assert torch.equal(batch.out, expected)
     assert bool((big == 0x5A).all())
+
+
+def prefill_and_insert(executor, dtype):
+    """One layer of a step (fused insert, then pick), its output, and what it must be: (run, out, expected)."""
+    case = PrefillCase("layer", dtype, ((2, 2290), (2, 700), (40, 1000)), data="integer")
+    batch = build_prefill(case).to(executor.device)
+    indexer = executor.indexer(case.layout(), **{**case.options(), "max_query_len": 2})
+    step = indexer.plan_step([0, 2, 4, 44], batch.seq_lens, batch.block_table)
+    call = rows(40, 1, executor.device)
+    call["slot_mapping"] = torch.full((40,), -1, device=executor.device)
+    q_out = torch.empty(40, 1, 128, device=executor.device, dtype=torch.bfloat16).to(case.layout().query_dtype)
+    tensors = [call[n] for n in ("slot_mapping", "positions", "cos_sin", "q_weight", "k_weight")]
+    columns = {name: call[name] for name in ("q_column", "k_column", "eps")}
+
+    def run():
+        executor.fused_insert(case.layout(), batch.cache, call["qkv"], q_out, *tensors, **columns)
+        indexer.pick(step, batch.q, batch.cache, batch.out)
+
+    run()
+    return run, (batch.out, q_out), (batch.out.clone(), q_out.clone())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3fn", "nvfp4"])
+def test_cases_4_and_10_a_captured_step_neither_synchronises_nor_loses_its_output(executor, dtype):
+    """Prefill and fused insert: captured under the synchronisation alarm, replayed after everything but the outputs is
+    gone and 256 MiB were allocated.
+    """
+    run, outs, expected = prefill_and_insert(executor, dtype)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = capture(run)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for out in outs:
+        out.view(torch.uint8).fill_(0x33)
+    big = torch.full((256 << 20,), 0x5A, dtype=torch.uint8, device=executor.device)
+    for _ in range(5):
+        graph.replay()
+    for out, wanted in zip(outs, expected, strict=True):
+        assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+    assert bool((big == 0x5A).all())
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "pick"])
+def test_compiled_code_is_captured(executor, kind):
+    """A region of torch.compile over the ops, captured once, replayed with the lengths that were planned last."""
+    case = PrefillCase("compiled", "bf16", ((1, 2290), (1, 900), (9, 1000)), data="integer")
+    batch = build_prefill(case).to(executor.device)
+    indexer = executor.indexer(case.layout(), **case.options())
+    table = batch.block_table
+
+    def plan(lens):
+        if kind == "decode":
+            return indexer.plan_decode(table, lens, query_len=1)
+        if kind == "prefill":
+            return indexer.plan_prefill(batch.cu_seqlens_q, lens, table, num_tokens=11)
+        return indexer.plan_step([0, 1, 2, 11], lens, table)
+
+    planned, call = plan(batch.seq_lens), getattr(indexer, kind)
+    q, out = (batch.q[:3], batch.out[:3]) if kind == "decode" else (batch.q, batch.out)
+    out = torch.full_like(out, -5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(q, cache, out):
+        call(planned, q, cache, out)
+
+    graph = capture(lambda: layer(q, batch.cache, out))
+    for shorter in (0, 130, 300):
+        planned_now = plan(batch.seq_lens - shorter)
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, call(planned_now, q, batch.cache, torch.full_like(out, -5)))
 
 
 def test_padded_batch_stays_inside_its_scratch(executor):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conformance import CACHES, MANY_REQUESTS, PREFILLS, REQUESTS, SHORT_REQUESTS, SHORT_TOPK, check_prefill_plan
 
-from blockpick import CacheLayout, Indexer
+from blockpick import CacheLayout, Indexer, SparseTable
 from blockpick.errors import StalePlanError, UnsupportedConfigError
 from blockpick.testing.cases import SENTINEL
 from blockpick.testing.prefill_cases import PrefillCase, build_prefill, run_prefill_case
@@ -38,6 +38,14 @@ NUMERIC = [
 
 @pytest.mark.parametrize("case", NUMERIC, ids=lambda c: c.name)
 def test_scores_match_float64(executor, case):
+    run_prefill_case(case, executor.indexer, executor.device)
+
+
+@pytest.mark.parametrize("dtype,rounding", CACHES)
+def test_init_blocks_without_a_score(executor, dtype, rounding):
+    """NaN, infinities and a forced block of nothing but NaN: init blocks come first all the same, each once."""
+    case = PrefillCase("init", dtype, ((6, 1500), (3, 1), (2, 900)), num_heads=2, topk=5, init_blocks=2, local_blocks=1,
+                       rounding=rounding, data="special")  # fmt: skip
     run_prefill_case(case, executor.indexer, executor.device)
 
 
@@ -169,6 +177,38 @@ def test_case_29_every_token_has_its_own_number_of_blocks(executor):
     assert out[:, 0, 0].tolist() == [p // 128 for p in wanted], "the own block is forced and comes first"
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 8, 12])
+@pytest.mark.parametrize("way", ["executor", "reference"])
+def test_fewer_tokens_than_queries(executor, way, num_tokens):
+    """Queries from ``num_tokens`` on are no rows of q; the others keep their positions, so their ids are those of the
+    whole batch.
+    """
+    case = PrefillCase("cut", "bf16", ((5, 2300), (0, 7), (4, 300), (4, 1000)), data="integer", topk=3)
+    batch = build_prefill(case).to(executor.device if way == "executor" else "cpu")
+    indexer = (
+        executor.indexer(case.layout(), **case.options()) if way == "executor"
+        else Indexer(case.layout(), device="cpu", backend="reference", **case.options())
+    )  # fmt: skip
+    metadata = (batch.cu_seqlens_q, batch.seq_lens, batch.block_table)
+    wanted = indexer.prefill(
+        indexer.plan_prefill(*metadata, num_tokens=13), batch.q, batch.cache, torch.full_like(batch.out, SENTINEL)
+    )
+    rows = num_tokens
+    sparse = SparseTable(
+        torch.arange(4 * case.width, dtype=torch.int32, device=batch.q.device).view(4, -1), 8,
+        torch.full((rows, 24), SENTINEL, dtype=torch.int32, device=batch.q.device),
+        torch.full((rows,), SENTINEL, dtype=torch.int32, device=batch.q.device),
+    )  # fmt: skip
+    out = torch.full_like(batch.out, SENTINEL)
+    plan = indexer.plan_prefill(*metadata, num_tokens=rows)
+    indexer.prefill(plan, batch.q[:rows], batch.cache, out[:rows], sparse_table=sparse)
+    assert torch.equal(out[:rows], wanted[:rows])
+    assert bool((out[rows:] == SENTINEL).all())
+    positions = [2300 + i for i in range(5)] + [300 + i for i in range(4)] + [1000 + i for i in range(4)]
+    tokens = [2 * 128 + p % 128 + 1 for p in positions[:rows]]
+    assert sparse.context_lens.tolist() == tokens, "two full blocks, and the own one up to the query"
+
+
 @pytest.mark.requires(ngpus=1)
 @pytest.mark.parametrize("tokens", [65_536, 70_000])
 def test_case_16_more_tokens_than_a_grid_dimension_holds(executor, tokens):
@@ -268,6 +308,10 @@ def test_required_memory_is_what_is_allocated(executor, dtype):
         held = sum(t.numel() * t.element_size() for t in tensors)
         assert stated == indexer.memory()
         assert stated.total_bytes == held
+        on_host = sum(staging._ring.numel() * 4 for staging in indexer._staging)
+        assert (stated.host_bytes, stated.device_bytes) == (on_host, held - on_host)
+        assert [name for name, _ in stated.items if f"{name} (host)" in str(stated)] == list(stated.host)
+        assert bool(on_host) == ("max_prefill_tokens" in options)
 
 
 @pytest.mark.parametrize("requests,topk", [(REQUESTS, 16), (SHORT_REQUESTS, SHORT_TOPK)])

@@ -14,6 +14,7 @@ import torch
 
 import blockpick
 from blockpick import CacheLayout, Indexer, StalePlanError, UnsupportedArchError, UnsupportedConfigError
+from blockpick.checks import check_distinct_elements
 from blockpick.manifest import installed_packages
 
 SENTINEL = -77
@@ -456,3 +457,44 @@ def test_an_expanded_output_is_refused(executor: Any) -> None:
     one = torch.full((1, *step.out.shape[1:]), SENTINEL, dtype=torch.int32, device=executor.device)
     step.refuses("out", "expanded", out=one.expand(step.out.shape))
     assert bool((one == SENTINEL).all())
+
+
+@pytest.mark.parametrize("out_layout", ["thk", "htk"])
+@pytest.mark.parametrize("short", [1, 8, 15])
+def test_an_output_with_overlapping_rows_is_refused(executor: Any, out_layout: str, short: int) -> None:
+    """A row stride below topk: every row would overwrite the end of the one before, in an order that nobody knows."""
+    step = Step(executor, out_layout=out_layout)
+    shape, strides = ((4, 2, 16), (32 - short, 16, 1)) if out_layout == "thk" else ((2, 4, 16), (64, 16 - short, 1))
+    step.refuses("out", "overlap", out=step.out.as_strided(shape, strides))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "overlap"),
+    [
+        ((4, 2, 16), (32, 16, 1), False),
+        ((4, 2, 16), (31, 16, 1), True),
+        ((3, 2, 16), (48, 32, 1), False),  # rows of one dimension lie in the gaps of the other's
+        ((4, 2, 16), (48, 96, 1), True),
+        ((4, 2, 16), (16, 64, 1), False),
+        ((4, 2, 16), (16, 63, 1), True),
+        ((1, 2, 16), (0, 16, 1), False),
+        ((4, 1, 16), (16, 3, 1), False),
+        ((2, 3), (3, 2), False),
+        ((3, 3), (4, 2), True),
+    ],
+)
+def test_which_strides_give_every_element_a_place(shape: Any, stride: Any, overlap: bool) -> None:
+    tensor = torch.zeros(1000).as_strided(shape, stride)
+    if not overlap:
+        check_distinct_elements("out", tensor)
+        return
+    with pytest.raises(ValueError, match=f"out: elements overlap, shape .* has strides .*{stride[0]}"):
+        check_distinct_elements("out", tensor)
+
+
+@pytest.mark.parametrize("layout", ["bf16", None, 128])
+def test_insert_refuses_a_layout_of_another_type(layout: Any) -> None:
+    cache, keys = torch.zeros(1, 128, 128, dtype=torch.bfloat16), torch.ones(1, 128, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=f"layout: must be a CacheLayout, is {type(layout).__name__}"):
+        blockpick.insert(layout, cache, keys, torch.tensor([0]))
+    assert not cache.any()

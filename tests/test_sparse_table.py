@@ -14,12 +14,14 @@ from sparse_cases import (
     PREFILL,
     check_decode_emission,
     check_prefill_emission,
+    check_rows,
     check_rows_of_several_splits,
     sparse_table,
 )
 
 from blockpick import CacheLayout, Indexer, SparseTable
 from blockpick.testing.cases import DecodeCase, build
+from blockpick.testing.prefill_cases import PrefillCase, build_prefill
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -75,6 +77,73 @@ def test_a_replay_over_another_plan_emits_empty_rows(executor):
     indexer.plan_decode(batch.block_table[:1], batch.seq_lens[:1], query_len=1)
     indexer._engine.decode(plan, batch.q, batch.cache, batch.out, sparse)
     assert sparse.context_lens.tolist() == [0, 0] and not sparse.table.any()
+
+
+STEPS = [  # decodes and prefills; decodes with an empty request behind them; prefills only
+    (((3, 2290), (3, 700), (20, 2300), (5, 100)), 2, 33, 2),
+    (((3, 2290), (3, 700), (0, 0)), 1, 9, 3),
+    (((3, 2290), (3, 700), (0, 0)), 1, 6, 2),
+    (((12, 2300), (1, 500)), 1, 14, 0),
+]
+
+
+@pytest.mark.parametrize("out_layout", ["thk", "htk"])
+@pytest.mark.parametrize("requests,padding,rows,decodes", STEPS)
+def test_a_step_writes_the_tables_of_both_halves(executor, requests, padding, rows, decodes, out_layout):
+    """One table over all rows of the step; rows of padding keep their guards, and so does what an eager call refuses."""
+    case = PrefillCase(
+        "step", "e4m3fn", requests, num_heads=2, topk=4, padding=padding, data="integer", out_layout=out_layout
+    )
+    batch = build_prefill(case).to(executor.device)
+    indexer = executor.indexer(case.layout(), **{**case.options(), "max_query_len": 3, "max_prefill_tokens": 64})
+    sparse = sparse_table(indexer, len(requests), rows, case.width, 8)
+    step = indexer.plan_step(batch.cu_seqlens_q.cpu(), batch.seq_lens, batch.block_table, num_tokens=rows)
+    assert step.num_decodes == decodes
+    q = batch.q[:1].repeat(rows, 1, 1)
+    q[: min(rows, len(batch.q))] = batch.q[:rows]
+    shape = (rows, 2, 4) if out_layout == "thk" else (2, rows, 4)
+    out = torch.full(shape, GUARD, dtype=torch.int32, device=executor.device)
+    indexer.pick(step, q, batch.cache, out, sparse_table=sparse)
+    ids, first = (out if out_layout == "thk" else out.transpose(0, 1)).cpu(), 0
+    for b, (query_len, prefix) in enumerate(requests):
+        if b < decodes and query_len == 0:  # of padding, decoded with rows of its own
+            check_rows(sparse, ids, b, first, [-3, -2, -1])
+            first += 3
+            continue
+        check_rows(sparse, ids, b, first, [prefix + i for i in range(query_len)])
+        first += query_len
+    assert sparse.table[first * 2 :].numel() == (rows - first) * 2 * 32
+    for written in (sparse.table[first * 2 :], sparse.context_lens[first * 2 :], ids[first:]):
+        assert bool((written == GUARD).all())
+
+
+@pytest.mark.parametrize("page_size,max_seq_len,bound,least", [
+    (256, 384, None, 3), (256, 1024, 384, 3), (256, 1024, None, 8), (128, 384, None, 3), (256, 130, None, 2), (256, 128, None, 1),
+])  # fmt: skip
+def test_the_least_width_is_that_of_the_longest_request(one_executor, page_size, max_seq_len, bound, least):
+    """One entry for each of ceil(max_seq_len / 128) blocks, whatever the index cache's pages; one less is refused."""
+    layout, device = CacheLayout("bf16", page_size), one_executor.device
+    indexer = one_executor.indexer(layout, topk=4, max_requests=1, max_seq_len=max_seq_len, max_prefill_tokens=1)
+    table = torch.arange(-(-max_seq_len // page_size), dtype=torch.int32, device=device)[None]
+    length = bound or max_seq_len
+    lens = torch.tensor([length], dtype=torch.int32, device=device)
+    q, cache = torch.zeros(1, 1, 128, dtype=torch.bfloat16, device=device), layout.empty(8, device).zero_()
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    prefill = (indexer.prefill, lambda: indexer.plan_prefill(starts, lens, table, num_tokens=1, max_seq_len=bound))
+    decode = (indexer.decode, lambda: indexer.plan_decode(table, lens, query_len=1))
+    step = (indexer.pick, lambda: indexer.plan_step([0, 1], lens, table))
+    for call, make_plan in (prefill,) if bound else (prefill, decode, step):
+        plan = make_plan()
+        for width in (least, least - 1):
+            fields = good(attention_block_table=torch.arange(max(width, 0), dtype=torch.int32)[None])
+            sparse = SparseTable(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
+            out = torch.full((1, 1, 4), GUARD, dtype=torch.int32, device=device)
+            if width < least:
+                with pytest.raises(ValueError, match=rf"attention_block_table: must be at least \[1, {least}\]"):
+                    call(plan, q, cache, out, sparse_table=sparse)
+                continue
+            call(plan, q, cache, out, sparse_table=sparse)
+            assert int(sparse.context_lens) == min(length, 4 * 128)
 
 
 def good(**changes: Any) -> dict[str, Any]:

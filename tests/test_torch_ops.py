@@ -79,20 +79,46 @@ def test_handles(one_executor):
         torch.ops.blockpick.decode_pick(q, cache, out, handle)
 
 
-def planned_prefill(executor):
+def planned_prefill(executor, dtype="bf16"):
     """An indexer with a prefill plan, its batch, and the ids of a direct prefill."""
-    case = PrefillCase("ops", "bf16", ((5, 2300), (3, 100)), data="integer")
+    case = PrefillCase("ops", dtype, ((5, 2300), (3, 100)), data="integer")
     indexer, batch = executor.indexer(case.layout(), **case.options()), build_prefill(case).to(executor.device)
     plan = indexer.plan_prefill(batch.cu_seqlens_q, batch.seq_lens, batch.block_table, num_tokens=8)
     return indexer, plan, batch, indexer.prefill(plan, batch.q, batch.cache, torch.empty_like(batch.out))
 
 
-def test_opcheck_prefill_pick(one_executor):
-    indexer, _, batch, expected = planned_prefill(one_executor)
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3fn", "nvfp4"])
+def test_opcheck_prefill_pick(one_executor, dtype):
+    """All of opcheck for bf16, as for decode_pick; the op writes what a direct prefill does."""
+    indexer, _, batch, expected = planned_prefill(one_executor, dtype)
     out = torch.empty_like(expected)
-    torch.library.opcheck(torch.ops.blockpick.prefill_pick, (batch.q, batch.cache, out, indexer.handle()))
+    tests = ("test_schema", *DISPATCH_TESTS) if dtype == "bf16" else DISPATCH_TESTS
+    arguments = (batch.q, batch.cache, out, indexer.handle())
+    torch.library.opcheck(torch.ops.blockpick.prefill_pick, arguments, test_utils=tests)
+    torch.ops.blockpick.prefill_pick(*arguments)
+    assert torch.equal(out, expected)
     with pytest.raises(ValueError, match="slot 0 of the indexer has no plan"):
         torch.ops.blockpick.decode_pick(batch.q, batch.cache, out, indexer.handle())
+
+
+@pytest.mark.parametrize("out_layout", ["thk", "htk"])
+def test_a_step_in_a_full_graph(one_executor, out_layout):
+    """pick becomes the ops of its halves; wrong rows and things that are no step are refused while tracing."""
+    case = PrefillCase("ops", "bf16", ((1, 2290), (9, 300)), data="integer", out_layout=out_layout)
+    indexer, batch = one_executor.indexer(case.layout(), **case.options()), build_prefill(case).to(one_executor.device)
+    planned = indexer.plan_step([0, 1, 10], batch.seq_lens, batch.block_table)
+    expected = indexer.pick(planned, batch.q, batch.cache, torch.empty_like(batch.out))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(q, cache, out):
+        indexer.pick(planned, q + 0, cache, out)
+        return out * 1
+
+    assert torch.equal(step(batch.q, batch.cache, torch.empty_like(expected)), expected)
+    out = torch.full_like(expected, -7)
+    with pytest.raises(Exception, match="q: must have 10 rows"):
+        step(batch.q[:9], batch.cache, out)
+    assert out.unique().tolist() == [-7]
 
 
 def test_prefill_in_a_full_graph(one_executor):

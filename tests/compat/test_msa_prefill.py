@@ -206,6 +206,28 @@ def test_pages_land_where_the_offsets_say_and_nowhere_else(capacity, wide):
             assert torch.equal(out[slot].view(torch.uint8), untouched), slot
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("requests,width", [(2, 32_768), (70_000, 1)])
+def test_case_16_gather_of_more_pages_than_a_grid_dimension_holds(requests, width):
+    """65,536 pages of two requests, and 70,000 requests of one page: every page comes from its own entry.
+
+    Page p of the pool holds scale 1 and code p everywhere. The gather is torch on every route, so one device will do.
+    """
+    pool = 7
+    kv = torch.zeros(pool, 128 * 72, dtype=torch.uint8)
+    kv[:, :8192], kv[:, 8192:] = torch.arange(pool, dtype=torch.uint8)[:, None] * 17, 0x38
+    pages = torch.arange(requests * width) * 5 % pool
+    out = torch.zeros(requests * width, 128, 128, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    minimax_m3_gather_nvfp4_index_k_fp8(
+        kv.view(pool, 128, 72).to(DEVICE), pages.int().view(requests, width).to(DEVICE),
+        torch.full((requests,), width, dtype=torch.int32, device=DEVICE),
+        (torch.arange(requests) * width).to(DEVICE), width, out,
+    )  # fmt: skip
+    wanted = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])[pages]
+    for row, dim in ((0, 0), (127, 127)):
+        assert torch.equal(out[:, row, dim].cpu().float(), wanted)
+
+
 def test_gathered_prefill_picks_what_decode_picks(way):
     """The last queries of a prompt: NVFP4 pages by the decode wrapper, gathered e4m3 pages by the prefill wrapper."""
     lens = (2500, 2304, 300, 130)

@@ -48,6 +48,7 @@ def planned(cls):
         ({"num_heads": 0}, ValueError, r"num_heads must be one of \(1, 2, 4\), got 0"),
         ({"num_heads": 3}, ValueError, "num_heads must be one of"),
         ({"num_heads": 8}, ValueError, "num_heads must be one of"),
+        ({"num_heads": 2.0}, ValueError, r"num_heads must be one of \(1, 2, 4\), got 2.0"),
         ({"use_cuda_graph": True}, ValueError, "CUDA Graph mode requires block_table_buffer and seq_lens_buffer"),
         ({"use_cuda_graph": True, "block_table_buffer": table_of()}, ValueError, "CUDA Graph mode requires"),
         ({"block_table_buffer": table_of()}, ValueError, "only valid with use_cuda_graph=True"),
@@ -71,7 +72,7 @@ def test_constructors(cls, options, error, message):
 @pytest.mark.parametrize("cls", DECODERS)
 def test_sizes(cls):
     for size in (cls.workspace_size, lambda n, **k: cls.score_buffer_size(n, 5, **k)):
-        for bad in (0, 3, 8):
+        for bad in (0, 3, 8, 2.0, True):
             with pytest.raises(ValueError, match="num_heads must be one of"):
                 size(4, num_heads=bad)
         for count, error, message in (
@@ -279,7 +280,7 @@ def test_plans_of_prefill(changes, error, message):
 
 
 def test_tensors_of_prefill():
-    for bad in (0, 3, 8):
+    for bad in (0, 3, 8, 2.0, True):
         with pytest.raises(ValueError, match="num_heads must be one of"):
             BatchPrefillIndexerQ8KV8Wrapper(num_heads=bad)
     wrapper = BatchPrefillIndexerQ8KV8Wrapper(**REFERENCE)

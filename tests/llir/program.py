@@ -58,14 +58,17 @@ class Program:
         self.num_registers = len(self._slots) + len(self._constants)
 
     def initial_registers(self, values: Sequence[int]) -> list[Any]:
-        """Registers with constants and arguments set; arguments that are not given (scratch pointers) are zero."""
+        """Registers with constants and arguments set, a float from its bits; arguments that are not given (scratch
+        pointers) are zero.
+        """
         registers: list[Any] = [None] * self.num_registers
         for slot, constant in self._constants:
             registers[slot] = constant
         for place, (slot, kind) in enumerate(self._arguments):
             value = values[place] if place < len(values) else 0
-            bits = 64 if kind.kind == "ptr" else kind.bits
-            registers[slot] = np.array([value & ((1 << bits) - 1)], np.uint64).astype(kind.dtype)
+            bits = 8 * kind.nbytes if kind.is_float else 64 if kind.kind == "ptr" else kind.bits
+            word = np.array([value & ((1 << bits) - 1)], "<u8")
+            registers[slot] = word.view(kind.dtype)[:1].copy() if kind.is_float else word.astype(kind.dtype)
         return registers
 
     def _slot(self, name: str) -> int:

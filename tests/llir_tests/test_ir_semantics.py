@@ -201,6 +201,17 @@ def test_fma_rounds_once() -> None:
     assert twice[0] == 0
 
 
+@pytest.mark.parametrize("value", [1e-6, -0.0, 1.5, math.inf, 1e-45])
+def test_a_float_argument_arrives_as_its_bits(value: float) -> None:
+    """A launch passes 4 bytes, whatever they mean; a number in a register is the float that they are."""
+    out = np.zeros(64, np.float32)
+    body = "  %n = fneg float %x\n  store float %n, ptr addrspace(1) %out, align 4\n  ret void"
+    Kernel(module("ptr addrspace(1) %out, float %x", body), "k").run(
+        [out, struct.unpack("<I", struct.pack("<f", value))[0]]
+    )
+    assert bits32(out)[0] == bits32(np.array([-np.float32(value)], np.float32))[0]
+
+
 def test_float_arithmetic() -> None:
     """fadd, fsub, fmul, fdiv: IEEE 754, nearest even; fneg flips the sign only, of zero and NaN too."""
     body = """

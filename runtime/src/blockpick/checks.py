@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+
 import torch
 
 from .device import on_device
@@ -47,16 +50,64 @@ def check_aligned(name: str, tensor: torch.Tensor, alignment: int) -> None:
 
 
 def check_distinct_elements(name: str, tensor: torch.Tensor) -> None:
-    """Raise where a dimension is expanded (stride 0): several elements would share one place."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+    """Raise where several elements share a place: a dimension is expanded (stride 0), or rows overlap."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride == 0:
+            dim = list(zip(tensor.shape, tensor.stride(), strict=True)).index((size, 0))
             raise ValueError(f"{name}: dimension {dim} is expanded (stride 0); every element needs a place of its own")
+        if size > 1 and stride <= reach and places_repeat(tensor):
+            raise ValueError(
+                f"{name}: elements overlap, shape {list(tensor.shape)} has strides {list(tensor.stride())}; every "
+                "element needs a place of its own"
+            )
+        reach += (size - 1) * stride
+
+
+def places_repeat(tensor: torch.Tensor) -> bool:
+    """Whether two elements share a place, by listing all places: for the rare strides that interleave."""
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places[..., None] + torch.arange(size) * stride
+    return bool(places.unique().numel() < places.numel())
+
+
+def check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise where ``tensor`` and ``other``, whose first dimension is a row of each, share memory.
+
+    Tensors whose bytes interleave count as apart when their rows have one stride and lie beside each other.
+    """
+    if not tensor.numel() or not other.numel():
+        return
+    (first, row, stride, end), (other_first, other_row, other_stride, other_end) = map(extent, (tensor, other))
+    if end <= other_first or other_end <= first:
+        return
+    gap = (other_first - first) % stride if stride else 0
+    if stride == other_stride and row <= gap and gap + other_row <= stride:
+        return
+    raise ValueError(f"{name}: shares memory with {other_name}; it needs memory of its own")
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """First byte, bytes from a row's first to its last, bytes from row to row, and the byte behind the last."""
+    size = tensor.element_size()
+    row = sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)) * size + size
+    stride = tensor.stride(0) * size
+    return tensor.data_ptr(), row, stride, tensor.data_ptr() + (tensor.shape[0] - 1) * stride + row
 
 
 def check_int(name: str, value: object, low: int, high: int, hint: str) -> None:
     """Raise unless ``value`` is an integer (no bool) in ``low..high``; ``hint`` says where the bounds come from."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name}: must be {low}..{high} ({hint}), is {value!r}")
+
+
+def check_finite(name: str, value: object) -> None:
+    """Raise unless ``value`` is a finite number (no bool) that is at least 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: must be a number, is {type(value).__name__}")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}: must be finite and at least 0, is {value!r}")
 
 
 def is_capturing(device: torch.device) -> bool:

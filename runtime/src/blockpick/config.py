@@ -159,15 +159,39 @@ class IndexerConfig:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that an indexer allocates, by purpose."""
+    """Bytes that an indexer allocates, by purpose.
+
+    Attributes
+    ----------
+    items : tuple of (str, int)
+        Purpose and bytes.
+    host : tuple of str
+        The purposes whose bytes lie in the host's memory, pinned where the device is a GPU.
+    """
 
     items: tuple[tuple[str, int], ...]
+    host: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
         """Sum of all items."""
         return sum(size for _, size in self.items)
 
+    @property
+    def host_bytes(self) -> int:
+        """Sum of the items in the host's memory."""
+        return sum(size for name, size in self.items if name in self.host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Sum of the items on the device: what an engine's memory profile has to leave."""
+        return self.total_bytes - self.host_bytes
+
+    def __add__(self, other: Memory) -> Memory:
+        """Items of both."""
+        return Memory(self.items + other.items, self.host + other.host)
+
     def __str__(self) -> str:
-        lines = [f"{name:<24}{size:>16,} bytes" for name, size in self.items]
-        return "\n".join([*lines, f"{'total':<24}{self.total_bytes:>16,} bytes"])
+        items = [(f"{name} (host)" if name in self.host else name, size) for name, size in self.items]
+        totals = [("on the device", self.device_bytes), ("on the host", self.host_bytes), ("total", self.total_bytes)]
+        return "\n".join(f"{name:<24}{size:>16,} bytes" for name, size in items + totals)

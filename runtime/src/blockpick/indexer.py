@@ -19,8 +19,19 @@ from .layout import CacheLayout
 from .ops.sparse_table import SparseTable
 from .ops.torch_ops import sparse_arguments
 from .plan import DecodePlan, PrefillPlan
-from .step import StepPlan, StepStaging, check_starts, split_step
-from .step_checks import check_decode, check_prefill, check_slot, check_sparse_table, check_table, check_tokens
+from .step import StepPlan, StepStaging, check_starts, part_of, split_step
+from .step_checks import (
+    attention_blocks,
+    check_decode,
+    check_prefill,
+    check_slot,
+    check_sparse_table,
+    check_step,
+    check_step_rows,
+    check_table,
+    check_tokens,
+    prefill_blocks,
+)
 
 if TYPE_CHECKING:
     from .parallel.group import Group
@@ -139,8 +150,8 @@ class Indexer:
         """
         spread = Spread(**{name: options.pop(name, None) for name in ("parallel", "group", "total_heads")})
         config = IndexerConfig(layout, **options)
-        items = make_engine(config, resolve_device(device), backend, allow_jit, arch, spread)[0].memory().items
-        return Memory(items + StepStaging.memory(config))
+        engine = make_engine(config, resolve_device(device), backend, allow_jit, arch, spread)[0]
+        return engine.memory() + StepStaging.memory(config)
 
     # ---- what was decided ----
 
@@ -177,7 +188,7 @@ class Indexer:
 
     def memory(self) -> Memory:
         """Every byte that this indexer holds, by purpose."""
-        return Memory(self._engine.memory().items + StepStaging.memory(self.config))
+        return self._engine.memory() + StepStaging.memory(self.config)
 
     def picks(self, layer: int) -> bool:
         """Whether sparse layer number ``layer`` (from 0) picks, or reuses the last selection (see ``topk_every``).
@@ -187,10 +198,13 @@ class Indexer:
         return self.config.picks(layer)
 
     def check_cache(
-        self, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, limit: int = 100
-    ) -> list[CacheFault]:
-        """What in a layer's cache can't have been inserted; see :func:`blockpick.cache_check.check_cache`."""
-        return check_cache(self.config.layout, cache, block_table, seq_lens, limit)
+        self, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, limit: int = 100, *,
+        shard: int = 0,
+    ) -> list[CacheFault]:  # fmt: skip
+        """What in the cache of a layer that picks can't have been inserted; see
+        :func:`blockpick.cache_check.check_cache`.
+        """
+        return check_cache(self.config.layout, cache, block_table, seq_lens, limit, shard=shard)
 
     def stats(self) -> dict[str, Any]:
         """Route and call counts so far, kept on the host: no synchronisation."""
@@ -256,7 +270,14 @@ class Indexer:
         config = self.config
         check_slot(config, slot)
         check_int("query_len", query_len, 1, config.max_query_len, f"max_query_len={config.max_query_len}")
-        num_requests, width = check_table(config, self.device, block_table, seq_lens)
+        check_table(config, self.device, block_table, seq_lens)
+        return self._launch_decode_plan(block_table, seq_lens, query_len, slot)
+
+    def _launch_decode_plan(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int, slot: int
+    ) -> DecodePlan:
+        """:meth:`plan_decode` of checked arguments."""
+        (num_requests, width), config = block_table.shape, self.config
         self._engine.plan_decode(slot, block_table, seq_lens, query_len)
         self._generations[slot] += 1
         plan = DecodePlan(slot, self._generations[slot], num_requests, query_len, width * config.layout.blocks_per_page)
@@ -269,13 +290,16 @@ class Indexer:
     ) -> StepPlan:  # fmt: skip
         """Plan an engine's step from decode-first metadata: uniform decodes, then everything else as prefill.
 
-        The leading requests with one query length of at most ``max_query_len`` are decoded; requests without queries at
-        the end pad a captured decode batch. The device buffers that a captured decode reads never move.
+        The leading requests with one query length of at most ``max_query_len`` are decoded. Requests without queries
+        that end a batch of decodes are padding: as many are decoded as ``num_tokens`` has rows for, so a step for a
+        captured batch of B requests and L queries each is planned with ``num_tokens=B * L``, and one for rows of live
+        queries only without it. The device buffers that a captured decode reads never move.
 
         Parameters
         ----------
         query_start_loc : torch.Tensor or sequence of int
-            On the host, [B + 1], ascending from 0: where each request's queries begin.
+            On the host, [B + 1] integers (a tensor, an array, a list), ascending from 0: where each request's queries
+            begin.
         seq_lens : torch.Tensor
             int32 [B], contiguous, on the device; the queries included. Nothing is read back.
         block_table : torch.Tensor
@@ -303,32 +327,39 @@ class Indexer:
         check_slot(self.config, slot)
         num_requests, _ = check_table(self.config, self.device, block_table, seq_lens)
         starts = check_starts(query_start_loc, num_requests)
-        decodes, query_len = split_step(starts, self.config.max_query_len)
-        decode = prefill = None
-        if decodes:
-            decode = self.plan_decode(block_table[:decodes], seq_lens[:decodes], query_len=query_len, slot=slot)
-        first = starts[decodes] if decodes < num_requests else decodes * query_len
-        rest = max(starts[-1] if num_tokens is None else num_tokens, first) - first
-        if decodes < num_requests and rest:
+        split = split_step(starts, self.config, num_tokens, max_seq_len)
+        if split.prefills:
             self._check_prefills("plan_step")
+        decodes, decode, prefill = split.decodes, None, None  # all is checked: from here on launches
+        if decodes:
+            decode = self._launch_decode_plan(block_table[:decodes], seq_lens[:decodes], split.query_len, slot)
+        if split.prefills:
             staged = self._staging[slot].stage(starts[decodes:])
-            prefill = self.plan_prefill(
-                staged, seq_lens[decodes:], block_table[decodes:], num_tokens=rest, max_seq_len=max_seq_len, slot=slot
+            prefill = self._launch_prefill_plan(
+                staged, seq_lens[decodes:], block_table[decodes:], split.prefill_tokens, max_seq_len, slot
             )
-        return StepPlan(decode, prefill, decodes, num_requests - decodes, decodes * query_len, rest if prefill else 0)
+        return StepPlan(decode, prefill, decodes, split.prefills, decodes * split.query_len, split.prefill_tokens)
 
     # ---- once per layer ----
 
-    def pick(self, step: StepPlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def pick(
+        self, step: StepPlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *,
+        sparse_table: SparseTable | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Write the picked block ids of one layer of a planned step: :meth:`decode`, then :meth:`prefill`.
+
+        Both halves are checked before either is launched. Inside ``torch.compile`` the current plans of the step's slot
+        are used, even where an eager call would refuse a stale step, and each half is checked when it runs.
 
         Parameters
         ----------
         step : StepPlan
             The slot's current step.
         q, cache, out
-            As for :meth:`decode`; ``q`` has the step's decode and prefill rows, and rows of padding if there is no
-            prefill.
+            As for :meth:`decode`, for all rows of the step; ``q`` may have further rows of padding if there is no
+            prefill. They stay untouched.
+        sparse_table : SparseTable, optional
+            As in :meth:`decode`, over all requests of the step and all rows of q.
 
         Returns
         -------
@@ -337,18 +368,53 @@ class Indexer:
 
         Raises
         ------
-        TypeError, ValueError, StalePlanError
-            As :meth:`decode` and :meth:`prefill`.
+        TypeError, ValueError
+            Naming the argument, before anything is launched.
+        StalePlanError
+            When the slot was planned again since.
         """
-        split, end = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
-        rows = 0 if self.config.out_layout == "thk" else 1
+        if not isinstance(step, StepPlan):
+            raise TypeError(f"step: must be a StepPlan, is {type(step).__name__}")
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            check_step_rows(step, q)
+        else:
+            self._check_step(step, q, cache, out, sparse_table)
+        split, heads = step.num_decode_tokens if step.prefill is not None else q.shape[0], self.config.num_heads
+        tokens = 0 if self.config.out_layout == "thk" else 1
         if step.decode is not None:
-            last = split if step.prefill is not None else len(q)
-            decoded = out.narrow(rows, 0, last) if last < len(q) else out
-            self.decode(step.decode, q[:last], cache, decoded, allow_padding=True)
+            first = out.narrow(tokens, 0, split) if split < q.shape[0] else out
+            table = part_of(sparse_table, slice(step.num_decodes), slice(split * heads))
+            if compiling:
+                self.decode(step.decode, q[:split], cache, first, allow_padding=True, sparse_table=table)
+            else:
+                self._launch_decode(step.decode, q[:split], cache, first, table)
         if step.prefill is not None:
-            self.prefill(step.prefill, q[split:end], cache, out.narrow(rows, split, end - split))
+            last = out.narrow(tokens, split, step.num_prefill_tokens)
+            table = part_of(sparse_table, slice(step.num_decodes, None), slice(split * heads, None))
+            if compiling:
+                self.prefill(step.prefill, q[split:], cache, last, sparse_table=table)
+            else:
+                self._launch_prefill(step.prefill, q[split:], cache, last, table)
         return out
+
+    def _check_step(
+        self, step: StepPlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, sparse_table: SparseTable | None
+    ) -> None:
+        """Both halves of a step are current, and the tensors are theirs."""
+        decode, prefill = step.decode, step.prefill
+        if decode is not None:
+            self._check_current(decode)
+        if prefill is not None:
+            self._check_current_prefill(prefill)
+        facts = (
+            "step", step.num_decodes, step.num_prefills, step.num_decode_tokens, step.num_prefill_tokens,
+            decode and decode.table_blocks, prefill and (prefill.blocks, prefill.max_seq_len), _facts(q), _facts(cache),
+            _facts(out), _sparse_facts(sparse_table),
+        )  # fmt: skip
+        if facts not in self._accepted:
+            check_step(self.config, self.device, step, q, cache, out, sparse_table)
+            self._accept(facts)
 
     def decode(
         self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *, allow_padding: bool = False,
@@ -358,7 +424,8 @@ class Indexer:
 
         A captured decode reads the slot's buffers: before each replay, plan the slot for a batch of the captured shape
         (``num_requests`` and ``query_len``; pad with zero lengths), and keep the indexer alive. After a plan of another
-        shape a replay emits empty rows. Inside ``torch.compile`` the slot's current plan is used.
+        shape a replay emits empty rows. Inside ``torch.compile`` the slot's current plan is used, even where an eager
+        call would refuse ``plan`` as stale.
 
         Parameters
         ----------
@@ -395,13 +462,7 @@ class Indexer:
             return out
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: must be a DecodePlan, is {type(plan).__name__}")
-        if plan not in self._plans:
-            held = [current.generation if current else 0 for current in self._plans]
-            raise StalePlanError(
-                f"plan: generation {plan.generation} of slot {plan.slot}; this indexer's slots hold "
-                f"{', '.join(f'generation {number} in slot {slot}' for slot, number in enumerate(held))}. "
-                f"Plan again, or use another slot for a batch in flight (slots={self.config.slots})."
-            )
+        self._check_current(plan)
         facts = (
             plan.num_requests, plan.query_len, plan.table_blocks, allow_padding, _facts(q), _facts(cache), _facts(out),
             _sparse_facts(sparse_table),
@@ -409,15 +470,39 @@ class Indexer:
         if facts not in self._accepted:
             check_decode(self.config, self.device, plan, q, cache, out, allow_padding)
             if sparse_table is not None:
-                check_sparse_table(
-                    self.config, self.device, sparse_table, plan.num_requests, q.shape[0], plan.table_blocks
-                )
-            if len(self._accepted) >= MAX_ACCEPTED:
-                self._accepted.clear()
-            self._accepted[facts] = None
+                blocks = attention_blocks(self.config, plan)
+                check_sparse_table(self.config, self.device, sparse_table, plan.num_requests, q.shape[0], blocks)
+            self._accept(facts)
+        self._launch_decode(plan, q, cache, out, sparse_table)
+        return out
+
+    def _launch_decode(
+        self,
+        plan: DecodePlan,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        sparse_table: SparseTable | None,
+    ) -> None:
+        """:meth:`decode` of checked arguments."""
         self._engine.decode(plan, q, cache, self._tokens_first(out), sparse_table)
         self._decode_calls += 1
-        return out
+
+    def _check_current(self, plan: DecodePlan) -> None:
+        """Raise unless ``plan`` is its slot's current decode plan."""
+        if plan not in self._plans:
+            held = [current.generation if current else 0 for current in self._plans]
+            raise StalePlanError(
+                f"plan: generation {plan.generation} of slot {plan.slot}; this indexer's slots hold "
+                f"{', '.join(f'generation {number} in slot {slot}' for slot, number in enumerate(held))}. "
+                f"Plan again, or use another slot for a batch in flight (slots={self.config.slots})."
+            )
+
+    def _accept(self, facts: object) -> None:
+        """Note facts of arguments that passed the checks."""
+        if len(self._accepted) >= MAX_ACCEPTED:
+            self._accepted.clear()
+        self._accepted[facts] = None
 
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """Block scores of the slot's last decode, for tests and debugging.
@@ -475,13 +560,22 @@ class Indexer:
         config = self.config
         self._check_prefills("plan_prefill")
         check_slot(config, slot)
-        num_requests, width = check_table(config, self.device, block_table, seq_lens)
-        blocks = check_tokens(config, self.device, cu_seqlens_q, num_requests, width, num_tokens, max_seq_len)
+        num_requests, _ = check_table(config, self.device, block_table, seq_lens)
+        check_tokens(config, self.device, cu_seqlens_q, num_requests, num_tokens, max_seq_len)
+        return self._launch_prefill_plan(cu_seqlens_q, seq_lens, block_table, num_tokens, max_seq_len, slot)
+
+    def _launch_prefill_plan(
+        self, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, num_tokens: int,
+        max_seq_len: int | None, slot: int,
+    ) -> PrefillPlan:  # fmt: skip
+        """:meth:`plan_prefill` of checked arguments."""
+        num_requests, width = block_table.shape
+        blocks = prefill_blocks(self.config, width, max_seq_len)
         stride, pass_tokens, num_passes = self._engine.prefill_geometry(blocks, num_tokens)
         self._prefill_generations[slot] += 1
         plan = PrefillPlan(
             slot, self._prefill_generations[slot], num_requests, num_tokens, cu_seqlens_q, block_table, blocks, stride,
-            pass_tokens, num_passes,
+            pass_tokens, num_passes, max_seq_len,
         )  # fmt: skip
         self._engine.plan_prefill(plan, cu_seqlens_q, seq_lens)
         self._prefill_plans[slot] = plan
@@ -492,6 +586,9 @@ class Indexer:
         sparse_table: SparseTable | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write the picked block ids of one layer for every query of a prefill batch.
+
+        Inside ``torch.compile`` the slot's current prefill plan is used, even where an eager call would refuse ``plan``
+        as stale.
 
         Parameters
         ----------
@@ -523,17 +620,33 @@ class Indexer:
             return out
         if not isinstance(plan, PrefillPlan):
             raise TypeError(f"plan: must be a PrefillPlan, is {type(plan).__name__}")
+        self._check_current_prefill(plan)
+        check_prefill(self.config, self.device, plan, q, cache, out)
+        if sparse_table is not None:
+            blocks = attention_blocks(self.config, plan)
+            check_sparse_table(self.config, self.device, sparse_table, plan.num_requests, q.shape[0], blocks)
+        self._launch_prefill(plan, q, cache, out, sparse_table)
+        return out
+
+    def _launch_prefill(
+        self,
+        plan: PrefillPlan,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        sparse_table: SparseTable | None,
+    ) -> None:
+        """:meth:`prefill` of checked arguments."""
+        self._engine.prefill(plan, q, cache, self._tokens_first(out), sparse_table)
+        self._prefill_calls += 1
+
+    def _check_current_prefill(self, plan: PrefillPlan) -> None:
+        """Raise unless ``plan`` is its slot's current prefill plan."""
         if plan not in self._prefill_plans:
             raise StalePlanError(
                 f"plan: generation {plan.generation} of slot {plan.slot} was replaced by a later plan_prefill; plan "
                 f"again, or use another slot for a batch in flight (slots={self.config.slots})"
             )
-        check_prefill(self.config, self.device, plan, q, cache, out)
-        if sparse_table is not None:
-            check_sparse_table(self.config, self.device, sparse_table, plan.num_requests, q.shape[0], plan.blocks)
-        self._engine.prefill(plan, q, cache, self._tokens_first(out), sparse_table)
-        self._prefill_calls += 1
-        return out
 
     def prefill_scores(self, plan: PrefillPlan) -> torch.Tensor:
         """Block scores of the last pass of the slot's last prefill, for tests and debugging.

@@ -105,6 +105,8 @@ class CacheLayout:
         whole.
         """
         self.check(cache)
+        if isinstance(page, bool) or not isinstance(page, int):
+            raise TypeError(f"page: must be an int, is {type(page).__name__}")
         if not 0 <= page < cache.shape[0]:
             raise ValueError(f"page: {page} is outside the cache of {cache.shape[0]} pages")
         return page * page_stride_bytes(cache), self.page_bytes
@@ -113,12 +115,37 @@ class CacheLayout:
         """What two instances must agree on before one's pages are moved to the other, in one comparable line.
 
         Version of the format, dtype, tokens of a page, shards, rows of a stored page and of a segment, bytes of a page,
-        and the quantiser's rule. Compare it before any transfer: pages of another layout would be read as noise.
+        and the quantiser's rule. Compare it before any transfer (:meth:`check_fingerprint`): pages of another
+        layout would be read as noise.
         """
         return (
             f"blockpick-index-k/{FORMAT_VERSION} dtype={self.dtype} page_size={self.page_size} shards={self.shards} "
             f"page_rows={self.page_rows} segment_rows={self.segment_rows} page_bytes={self.page_bytes} "
             f"quantiser={QUANTISERS[self.dtype]}"
+        )
+
+    def check_fingerprint(self, other: str) -> None:
+        """Raise unless ``other``, the fingerprint of another instance's layout, is this layout's.
+
+        Raises
+        ------
+        TypeError
+            When ``other`` is no str.
+        UnsupportedConfigError
+            Naming every field that differs, with both values.
+        """
+        if not isinstance(other, str):
+            raise TypeError(f"other: must be a fingerprint (str), is {type(other).__name__}")
+        mine = self.fingerprint()
+        if other == mine:
+            return
+        theirs, own = fingerprint_fields(other), fingerprint_fields(mine)
+        differing = [
+            f"{name}={theirs.get(name, 'missing')} there, {own.get(name, 'missing')} here"
+            for name in (*own, *(name for name in theirs if name not in own)) if theirs.get(name) != own.get(name)
+        ]  # fmt: skip
+        raise UnsupportedConfigError(
+            f"CacheLayout: pages can't be moved between these layouts: {'; '.join(differing) or repr(other)}"
         )
 
     def check(self, cache: torch.Tensor, name: str = "cache") -> None:
@@ -156,3 +183,16 @@ class CacheLayout:
 def page_stride_bytes(cache: torch.Tensor) -> int:
     """Distance of two pages in bytes."""
     return cache.stride(0) * cache.element_size()
+
+
+def fingerprint_fields(fingerprint: str) -> dict[str, str]:
+    """Fields of a fingerprint by name; its first word is the ``format``."""
+    head, *fields = fingerprint.split(" ")
+    pairs = (field.partition("=") for field in fields)
+    return {"format": head} | {name: value for name, equals, value in pairs if equals}
+
+
+def check_layout(layout: object) -> None:
+    """Raise ``TypeError`` naming the argument unless ``layout`` is a :class:`CacheLayout`."""
+    if not isinstance(layout, CacheLayout):
+        raise TypeError(f"layout: must be a CacheLayout, is {type(layout).__name__}")

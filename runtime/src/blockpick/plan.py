@@ -56,6 +56,8 @@ class PrefillPlan:
         Scores between two rows of the scratch.
     pass_tokens, num_passes : int
         The batch is scored and selected in passes of this many tokens, whose scores fit the workspace.
+    max_seq_len : int, optional
+        The bound on the lengths that was planned with.
     """
 
     slot: int
@@ -68,6 +70,7 @@ class PrefillPlan:
     score_stride: int
     pass_tokens: int
     num_passes: int
+    max_seq_len: int | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from .config import IndexerConfig
 from .layout import BLOCK_TOKENS, HEAD_DIM
 from .ops.sparse_table import SparseTable
 from .plan import DecodePlan, PrefillPlan
+from .step import StepPlan
 
 
 def check_slot(config: IndexerConfig, slot: int) -> None:
@@ -40,10 +41,10 @@ def check_table(
 
 
 def check_tokens(
-    config: IndexerConfig, device: torch.device, cu_seqlens_q: torch.Tensor, num_requests: int, width: int,
-    num_tokens: int, max_seq_len: int | None,
-) -> int:  # fmt: skip
-    """A prefill batch's query layout; returns the blocks that a row can see at most."""
+    config: IndexerConfig, device: torch.device, cu_seqlens_q: torch.Tensor, num_requests: int, num_tokens: int,
+    max_seq_len: int | None,
+) -> None:  # fmt: skip
+    """A prefill batch's query layout and bounds."""
     check_tensor("cu_seqlens_q", cu_seqlens_q, torch.int32, 1, device, "[B + 1]")
     check_last_stride("cu_seqlens_q", cu_seqlens_q)
     if cu_seqlens_q.shape[0] != num_requests + 1:
@@ -53,13 +54,16 @@ def check_tokens(
         )
     limit = f"max_prefill_tokens={config.max_prefill_tokens}"
     check_int("num_tokens", num_tokens, 1, config.max_prefill_tokens, limit)
-    blocks = width * config.layout.blocks_per_page
-    if max_seq_len is None:
-        return blocks
-    check_int("max_seq_len", max_seq_len, 1, config.max_seq_len, f"the indexer's max_seq_len={config.max_seq_len}")
+    if max_seq_len is not None:
+        check_int("max_seq_len", max_seq_len, 1, config.max_seq_len, f"the indexer's max_seq_len={config.max_seq_len}")
+
+
+def prefill_blocks(config: IndexerConfig, width: int, max_seq_len: int | None) -> int:
+    """Blocks that a row can see at most, in whole pages of a table of ``width`` columns."""
     per_page = config.layout.blocks_per_page
-    needed = -(-max_seq_len // BLOCK_TOKENS)
-    return min(blocks, -(-needed // per_page) * per_page)
+    if max_seq_len is None:
+        return width * per_page
+    return min(width, -(-max_seq_len // config.layout.page_size)) * per_page
 
 
 def check_decode(
@@ -86,6 +90,36 @@ def check_prefill(
     if q.shape[0] != plan.num_tokens:
         raise ValueError(f"q: must have {plan.num_tokens} rows (the plan's num_tokens), has {q.shape[0]}")
     check_cache_and_output(config, device, q, cache, out)
+
+
+def check_step_rows(step: StepPlan, q: torch.Tensor) -> None:
+    """Rows of q for both halves of a step, and of padding if there is no prefill."""
+    rows = step.num_decode_tokens + step.num_prefill_tokens
+    if q.shape[0] < rows or (q.shape[0] > rows and step.prefill is not None):
+        raise ValueError(
+            f"q: must have {rows} rows ({step.num_decode_tokens} of decodes, {step.num_prefill_tokens} of prefills), "
+            f"has {q.shape[0]}" + ("" if q.shape[0] < rows else "; plan padding rows as num_tokens")
+        )
+
+
+def check_step(
+    config: IndexerConfig, device: torch.device, step: StepPlan, q: torch.Tensor, cache: torch.Tensor,
+    out: torch.Tensor, sparse: SparseTable | None,
+) -> None:  # fmt: skip
+    """One layer's tensors of both halves of a step."""
+    check_queries(config, device, q)
+    check_step_rows(step, q)
+    check_cache_and_output(config, device, q, cache, out)
+    if sparse is not None:
+        blocks = max((attention_blocks(config, plan) for plan in (step.decode, step.prefill) if plan), default=0)
+        check_sparse_table(config, device, sparse, step.num_decodes + step.num_prefills, q.shape[0], blocks)
+
+
+def attention_blocks(config: IndexerConfig, plan: DecodePlan | PrefillPlan) -> int:
+    """Blocks that a request of a planned batch can have: the least width of the attention's block table."""
+    if isinstance(plan, DecodePlan):
+        return min(plan.table_blocks, -(-config.max_seq_len // BLOCK_TOKENS))
+    return min(plan.blocks, -(-(plan.max_seq_len or config.max_seq_len) // BLOCK_TOKENS))
 
 
 def check_queries(config: IndexerConfig, device: torch.device, q: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ def check_backend(tensor: torch.Tensor, name: str, backend: str) -> None:
 
 def check_num_heads(num_heads: int) -> int:
     """A supported number of index heads, given back."""
-    if isinstance(num_heads, bool) or num_heads not in NUM_HEADS:
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads not in NUM_HEADS:
         raise ValueError(f"num_heads must be one of {NUM_HEADS}, got {num_heads!r}")
     return num_heads
 

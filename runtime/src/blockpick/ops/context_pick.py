@@ -21,7 +21,7 @@ from ..manifest import KernelPackage
 from ..plan import DecodePlan
 from .decode_pick import PLAN_ARGS, SCORE_ARGS, cache_needs
 from .selection import Bind
-from .sparse_table import SparseTable
+from .sparse_table import SparseTable, table_form
 
 if TYPE_CHECKING:
     from ..parallel.group import Group
@@ -38,7 +38,7 @@ TABLE_POINTERS = (
     "table_ptr",
     "lens_ptr",
 )  # a sparse table's; decode finds requests without more
-TABLE_NUMBERS = ("stride_attention", "block_page_stride")
+TABLE_NUMBERS = ("stride_attention", "table_form")
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class ContextPick:
         attention = sparse.attention_block_table
         self._launches[plan.query_len - 1][4](
             grid, stream, out_thk, attention, sparse.table, sparse.context_lens, *numbers, attention.stride(0),
-            sparse.block_page_stride,
+            table_form(sparse),
         )  # fmt: skip
 
     def run(

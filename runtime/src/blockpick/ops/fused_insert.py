@@ -5,10 +5,18 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import check_aligned, check_distinct_elements, check_int, check_last_stride, check_tensor
+from ..checks import (
+    check_aligned,
+    check_apart,
+    check_distinct_elements,
+    check_finite,
+    check_int,
+    check_last_stride,
+    check_tensor,
+)
 from ..config import NUM_HEADS
 from ..device import current_stream, on_device
-from ..layout import HEAD_DIM, CacheLayout, page_stride_bytes
+from ..layout import HEAD_DIM, CacheLayout, check_layout, page_stride_bytes
 from .insert import check_backend, find_launch, runs_reference
 
 ROPE_DIMS = 64
@@ -23,8 +31,9 @@ def qk_norm_rope_insert(
     """Normalise and rotate index queries and keys of fused QKV rows; write the queries, store the keys by slot.
 
     ``n = x rsqrt(mean(x^2) + eps) (1 + w)`` per head of 128 dims (RMSNorm in Gemma's form), then NeoX rotation of the
-    first 64 dims: ``n[d] cos - n[d + 32] sin`` and ``n[d + 32] cos + n[d] sin`` for d < 32. All in fp32, rounded once
-    to bf16; queries are then written in the dtype that scores this cache, keys stored as :func:`blockpick.insert` does.
+    first 64 dims: ``n[d] cos - n[d + 32] sin`` and ``n[d + 32] cos + n[d] sin`` for d < 32. All in fp32 (a sum of
+    squares beyond its range is infinite, and the factor 0), rounded once to bf16, halfway to even; queries are then
+    written in the dtype that scores this cache, keys stored as :func:`blockpick.insert` does.
 
     Parameters
     ----------
@@ -36,7 +45,7 @@ def qk_norm_rope_insert(
         bf16 [T, N], last stride 1, row stride a multiple of 16 bytes. Only the index columns are read.
     q_out : torch.Tensor
         [T, H, 128], bf16 for a bf16 cache, else e4m3fn (NaN as 0x7F), last stride 1, others multiples of 16 bytes;
-        H is 1, 2 or 4. Written for every token.
+        H is 1, 2 or 4. Written for every token; shares no memory with ``qkv``.
     slot_mapping : torch.Tensor
         int64 [T], contiguous: as for :func:`blockpick.insert`. Tokens without a slot get queries and store nothing.
     positions : torch.Tensor
@@ -46,9 +55,10 @@ def qk_norm_rope_insert(
     q_weight, k_weight : torch.Tensor
         bf16 [128], contiguous: w of the queries' and of the keys' norm.
     q_column, k_column : int
-        First column of the H * 128 index query columns and of the 128 index key columns, multiples of 8.
+        First column of the H * 128 index query columns and of the 128 index key columns, multiples of 8; they don't
+        overlap.
     eps : float
-        Of the norm.
+        Of the norm, finite and at least 0.
     shard : int
         This rank's shard, ``0 <= shard < layout.shards``.
     backend, allow_jit, arch
@@ -74,10 +84,8 @@ def qk_norm_rope_insert(
     check_backend("qk_norm_rope_insert", backend)
     _check(layout, cache, qkv, q_out, slot_mapping, positions, cos_sin, q_weight, k_weight)
     num_tokens, num_heads = qkv.shape[0], q_out.shape[1]
-    for name, column, count in (("q_column", q_column, num_heads), ("k_column", k_column, 1)):
-        check_int(name, column, 0, qkv.shape[1] - count * HEAD_DIM, f"qkv has {qkv.shape[1]} columns")
-        if column % 8:
-            raise ValueError(f"{name}: must be a multiple of 8, is {column}")
+    _check_columns(q_column, k_column, num_heads, qkv.shape[1])
+    check_finite("eps", eps)
     check_int("shard", shard, 0, layout.shards - 1, f"layout.shards={layout.shards}")
     if num_tokens == 0:
         return q_out
@@ -134,6 +142,7 @@ def _check(
     positions: torch.Tensor, cos_sin: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor,
 ) -> None:  # fmt: skip
     """Tensors of one call."""
+    check_layout(layout)
     layout.check(cache)
     device = cache.device
     check_tensor("qkv", qkv, torch.bfloat16, 2, device, "[T, N]")
@@ -164,3 +173,17 @@ def _check(
         if tensor.element_size() < 8:
             check_aligned(name, tensor, 16)
     check_distinct_elements("q_out", q_out)
+    check_apart("q_out", q_out, "qkv", qkv)
+
+
+def _check_columns(q_column: int, k_column: int, num_heads: int, columns: int) -> None:
+    """Index columns that qkv has, the key's apart from the queries'."""
+    for name, column, count in (("q_column", q_column, num_heads), ("k_column", k_column, 1)):
+        check_int(name, column, 0, columns - count * HEAD_DIM, f"qkv has {columns} columns")
+        if column % 8:
+            raise ValueError(f"{name}: must be a multiple of 8, is {column}")
+    if q_column - HEAD_DIM < k_column < q_column + num_heads * HEAD_DIM:
+        raise ValueError(
+            f"k_column: the {HEAD_DIM} key columns from {k_column} on overlap the query columns "
+            f"{q_column}..{q_column + num_heads * HEAD_DIM - 1}"
+        )

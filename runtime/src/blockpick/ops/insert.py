@@ -14,7 +14,7 @@ from ..config import BACKENDS
 from ..device import current_stream, describe, on_device
 from ..dispatch import Choice, Need, find_package, interpreted_arch, load, pick_route, select
 from ..errors import UnsupportedConfigError
-from ..layout import HEAD_DIM, CacheLayout, page_stride_bytes
+from ..layout import HEAD_DIM, CacheLayout, check_layout, page_stride_bytes
 from ..manifest import KernelPackage
 
 ARGS = {  # what comes with every launch, by role
@@ -86,6 +86,7 @@ def insert(
 def _check(
     layout: CacheLayout, cache: torch.Tensor, index_k: torch.Tensor, slot_mapping: torch.Tensor, shard: int
 ) -> None:
+    check_layout(layout)
     layout.check(cache)
     check_tensor("index_k", index_k, torch.bfloat16, 2, cache.device, f"[T, {HEAD_DIM}]")
     check_tensor("slot_mapping", slot_mapping, torch.int64, 1, cache.device, "[T]")

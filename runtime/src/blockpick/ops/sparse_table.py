@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 POINTERS = ("cu_seqlens_ptr", "attention_table_ptr", "table_ptr", "lens_ptr")
-NUMBERS = ("stride_attention", "table_requests", "block_page_stride")
+NUMBERS = ("stride_attention", "table_requests", "table_form")
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +22,8 @@ class SparseTable:
     Parameters
     ----------
     attention_block_table : torch.Tensor
-        int32 [B, W], last stride 1: one entry per 128-token block, whatever the index cache's page size; W at least the
-        blocks that the planned table addresses.
+        int32 [B, W], last stride 1: one entry per 128-token block, whatever the index cache's page size; W at least
+        ``ceil(max_seq_len / 128)``. Picked blocks beyond it, of requests longer than that, get page 0.
     block_page_stride : {8, 16}
         Pages of 16 tokens from one block to the next.
     table : torch.Tensor
@@ -54,4 +54,9 @@ def emission(
     attention = sparse.attention_block_table
     starts = attention if cu_seqlens is None else cu_seqlens
     pointers = (starts, attention, sparse.table, sparse.context_lens)
-    return pointers, (attention.stride(0), num_requests, sparse.block_page_stride)
+    return pointers, (attention.stride(0), num_requests, table_form(sparse))
+
+
+def table_form(sparse: SparseTable) -> int:
+    """Width of the attention table and pages from one block to the next, as the kernels take them."""
+    return sparse.attention_block_table.shape[1] << 8 | sparse.block_page_stride

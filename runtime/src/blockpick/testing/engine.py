@@ -93,9 +93,9 @@ class ReferenceEngine:
         cu_seqlens, lens = self._prefills[plan.slot]
         table = plan.block_table[:, : plan.blocks // layout.blocks_per_page]
         for b in range(plan.num_requests):
-            first, last = int(cu_seqlens[b]), int(cu_seqlens[b + 1])
+            first, last, length = live_queries(plan, cu_seqlens, lens, b)
             if first < last:
-                step = (table[b : b + 1], lens[b : b + 1], last - first, self.rounding)
+                step = (table[b : b + 1], length, last - first, self.rounding)
                 self._prefill_scores[plan.slot][first:last] = block_scores(layout, cache, q[first:last], *step)[0]
 
     def select_pass(self, plan: PrefillPlan, index: int, out_thk: torch.Tensor) -> None:
@@ -104,10 +104,10 @@ class ReferenceEngine:
         cu_seqlens, lens = self._prefills[plan.slot]
         options = (config.topk, config.init_blocks, config.local_blocks, config.order, config.empty_row)
         for b in range(plan.num_requests):
-            first, last = int(cu_seqlens[b]), int(cu_seqlens[b + 1])
-            if first == last:
+            first, last, length = live_queries(plan, cu_seqlens, lens, b)
+            if first >= last:
                 continue
-            positions = query_positions(lens[b : b + 1], last - first, plan.blocks * BLOCK_TOKENS)[0]
+            positions = query_positions(length, last - first, plan.blocks * BLOCK_TOKENS)[0]
             rows = [
                 select_blocks(self._prefill_scores[plan.slot][first + i, h], int(positions[i]), *options)
                 for i in range(last - first) for h in range(config.num_heads)
@@ -125,8 +125,10 @@ class ReferenceEngine:
         if sparse is not None:
             cu_seqlens, lens = self._prefills[plan.slot]
             for b in range(plan.num_requests):
-                first, last = int(cu_seqlens[b]), int(cu_seqlens[b + 1])
-                positions = query_positions(lens[b : b + 1], last - first, plan.blocks * BLOCK_TOKENS)[0]
+                first, last, length = live_queries(plan, cu_seqlens, lens, b)
+                if first >= last:
+                    continue
+                positions = query_positions(length, last - first, plan.blocks * BLOCK_TOKENS)[0]
                 emit(sparse, out_thk, first, b, positions.tolist())
 
     def pass_scores(self, plan: PrefillPlan, index: int) -> torch.Tensor:
@@ -136,6 +138,18 @@ class ReferenceEngine:
     def prefill_scores(self, plan: PrefillPlan) -> torch.Tensor:
         """A copy of the scores of the last prefill as [T, H, blocks] fp32."""
         return self._prefill_scores[plan.slot].clone()
+
+
+def live_queries(
+    plan: PrefillPlan, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, request: int
+) -> tuple[int, int, torch.Tensor]:
+    """First and last + 1 row of a request's queries among the plan's tokens, and the length [1] as of the last one.
+
+    Queries from ``num_tokens`` on are no rows of q; the others keep their positions.
+    """
+    first, end = cu_seqlens_q[request : request + 2].tolist()
+    last = min(end, plan.num_tokens)
+    return first, last, seq_lens[request : request + 1] - (end - last)
 
 
 def emit(sparse: SparseTable, out_thk: torch.Tensor, first: int, request: int, positions: list[int]) -> None:

@@ -95,15 +95,37 @@ def sparse_row(
     return pages + [0] * (len(ids) * 8 - len(pages)), tokens
 
 
+def norm_rope_values(
+    x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 [T, H * 128] -> float64 [T, H, 128]: Gemma's RMSNorm, then NeoX rotation of the first 64 dims; and the sum
+    of the magnitudes of each value's terms, which a rounding error is relative to.
+
+    Squares are summed in fp32 by contract: a sum of 2^128 or more is infinite, and its row 0.
+    """
+    heads = x.double().unflatten(-1, (-1, 128))
+    total = heads.square().sum(-1, keepdim=True)
+    total = torch.where(total >= 2.0**128, float("inf"), total)
+    normed = heads * (1 / (total / 128 + eps).sqrt()) * (1 + weight.double())
+    cos, sin = cos_sin[positions.clamp(0, len(cos_sin) - 1)].double()[:, None].chunk(2, -1)
+    first, second, rest = normed.split((32, 32, 64), -1)
+    values = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    first, second, rest, cos, sin = (t.abs() for t in (first, second, rest, cos, sin))
+    return values, torch.cat((first * cos + second * sin, second * cos + first * sin, rest), -1)
+
+
 def norm_rope_reference(
     x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """bf16 [T, H * 128] -> bf16 [T, H, 128]: Gemma's RMSNorm, then NeoX rotation of the first 64 dims, rounded once."""
-    heads = x.double().unflatten(-1, (-1, 128))
-    normed = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + weight.double())
-    cos, sin = cos_sin[positions.clamp(0, len(cos_sin) - 1)].double()[:, None].chunk(2, -1)
-    first, second, rest = normed.split((32, 32, 64), -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1).bfloat16()
+    """bf16 [T, H * 128] -> bf16 [T, H, 128]: :func:`norm_rope_values`, rounded once."""
+    return nearest_bf16(norm_rope_values(x, weight, positions, cos_sin, eps)[0])
+
+
+def nearest_bf16(x: torch.Tensor) -> torch.Tensor:
+    """float64 to the nearest bf16, halfway to even; torch's own conversion rounds to fp32 first."""
+    exponent = torch.frexp(x)[1].clamp(min=-125)  # subnormal numbers have the step of the smallest normal ones
+    step = 2.0 ** (exponent - 8).double()
+    return torch.where(x.isfinite(), (x / step).round() * step, x).bfloat16()
 
 
 def dequantise(layout: CacheLayout, pages: torch.Tensor, rounding: str = "exact") -> torch.Tensor:
