@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from agreement_rows import agreement_rows
 from context_rows import context_rows
 from measure import ceilings
 from prefill_rows import prefill_rows
@@ -49,7 +50,7 @@ def main() -> int:
     for key, value in head.items():
         print(f"# {key}: {value}")
     rows = []
-    for generate in (decode_rows, prefill_rows, context_rows, insert_rows, host_rows):
+    for generate in (decode_rows, prefill_rows, context_rows, agreement_rows, insert_rows, host_rows):
         for row in generate(cases, args.filter, head["ceilings"]):
             rows.append(row)
             print(row["line"], flush=True)
