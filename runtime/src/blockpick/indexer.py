@@ -17,7 +17,7 @@ from .engines import Spread, make_engine
 from .errors import StalePlanError, UnsupportedConfigError
 from .layout import CacheLayout
 from .ops.sparse_table import SparseTable
-from .ops.torch_ops import sparse_arguments
+from .ops.torch_ops import call_decode, call_prefill
 from .plan import DecodePlan, PrefillPlan
 from .step import StepPlan, StepStaging, check_starts, part_of, split_step
 from .step_checks import (
@@ -457,8 +457,7 @@ class Indexer:
             When the slot was planned again since.
         """
         if torch.compiler.is_compiling():
-            sparse = sparse_arguments(sparse_table)
-            torch.ops.blockpick.decode_pick(q, cache, out, self._handles[plan.slot], allow_padding, **sparse)
+            call_decode(q, cache, out, self._handles[plan.slot], allow_padding, sparse_table)
             return out
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: must be a DecodePlan, is {type(plan).__name__}")
@@ -616,7 +615,7 @@ class Indexer:
             When the slot was planned for prefill again since.
         """
         if torch.compiler.is_compiling():
-            torch.ops.blockpick.prefill_pick(q, cache, out, self._handles[plan.slot], **sparse_arguments(sparse_table))
+            call_prefill(q, cache, out, self._handles[plan.slot], sparse_table)
             return out
         if not isinstance(plan, PrefillPlan):
             raise TypeError(f"plan: must be a PrefillPlan, is {type(plan).__name__}")

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..layout import CacheLayout
@@ -13,92 +11,103 @@ from .insert import insert
 from .sparse_table import SparseTable
 
 
-@torch.library.custom_op("blockpick::decode_pick", mutates_args=("out", "table", "context_lens"))
+@torch.library.custom_op("blockpick::decode_pick", mutates_args=("out",))
 def decode_pick(
-    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool = False,
-    attention_block_table: torch.Tensor | None = None, table: torch.Tensor | None = None,
-    context_lens: torch.Tensor | None = None, block_page_stride: int = 0,
-) -> None:  # fmt: skip
-    """:meth:`blockpick.Indexer.decode` with the current plan of the slot that ``handle`` names; the last four are the
-    fields of a :class:`blockpick.SparseTable`, all or none.
-    """
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool = False
+) -> None:
+    """:meth:`blockpick.Indexer.decode` with the current plan of the slot that ``handle`` names."""
     from ..handles import find_slot
 
     indexer, plan = find_slot(handle)
-    sparse = sparse_table(attention_block_table, block_page_stride, table, context_lens)
-    indexer.decode(plan, q, cache, out, allow_padding=allow_padding, sparse_table=sparse)
+    indexer.decode(plan, q, cache, out, allow_padding=allow_padding)
 
 
 @decode_pick.register_fake
+def _(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool = False) -> None:
+    return None
+
+
+# ops of their own: torch 2.11 can't call an op whose written argument is optional and left away
+@torch.library.custom_op("blockpick::decode_pick_sparse", mutates_args=("out", "table", "context_lens"))
+def decode_pick_sparse(
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool,
+    attention_block_table: torch.Tensor, table: torch.Tensor, context_lens: torch.Tensor, block_page_stride: int,
+) -> None:  # fmt: skip
+    """``decode_pick`` with the fields of a :class:`blockpick.SparseTable`."""
+    from ..handles import find_slot
+
+    indexer, plan = find_slot(handle)
+    sparse = SparseTable(attention_block_table, block_page_stride, table, context_lens)
+    indexer.decode(plan, q, cache, out, allow_padding=allow_padding, sparse_table=sparse)
+
+
+@decode_pick_sparse.register_fake
 def _(
-    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool = False,
-    attention_block_table: torch.Tensor | None = None, table: torch.Tensor | None = None,
-    context_lens: torch.Tensor | None = None, block_page_stride: int = 0,
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool,
+    attention_block_table: torch.Tensor, table: torch.Tensor, context_lens: torch.Tensor, block_page_stride: int,
 ) -> None:  # fmt: skip
     return None
 
 
-@torch.library.custom_op("blockpick::prefill_pick", mutates_args=("out", "table", "context_lens"))
-def prefill_pick(
-    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int,
-    attention_block_table: torch.Tensor | None = None, table: torch.Tensor | None = None,
-    context_lens: torch.Tensor | None = None, block_page_stride: int = 0,
-) -> None:  # fmt: skip
-    """:meth:`blockpick.Indexer.prefill` with the current prefill plan of the slot that ``handle`` names; the last four
-    as of ``decode_pick``.
-    """
+@torch.library.custom_op("blockpick::prefill_pick", mutates_args=("out",))
+def prefill_pick(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int) -> None:
+    """:meth:`blockpick.Indexer.prefill` with the current prefill plan of the slot that ``handle`` names."""
     from ..handles import find_prefill
 
     indexer, plan = find_prefill(handle)
-    sparse = sparse_table(attention_block_table, block_page_stride, table, context_lens)
-    indexer.prefill(plan, q, cache, out, sparse_table=sparse)
+    indexer.prefill(plan, q, cache, out)
 
 
 @prefill_pick.register_fake
+def _(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int) -> None:
+    return None
+
+
+@torch.library.custom_op("blockpick::prefill_pick_sparse", mutates_args=("out", "table", "context_lens"))
+def prefill_pick_sparse(
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, attention_block_table: torch.Tensor,
+    table: torch.Tensor, context_lens: torch.Tensor, block_page_stride: int,
+) -> None:  # fmt: skip
+    """``prefill_pick`` with the fields of a :class:`blockpick.SparseTable`."""
+    from ..handles import find_prefill
+
+    indexer, plan = find_prefill(handle)
+    sparse = SparseTable(attention_block_table, block_page_stride, table, context_lens)
+    indexer.prefill(plan, q, cache, out, sparse_table=sparse)
+
+
+@prefill_pick_sparse.register_fake
 def _(
-    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int,
-    attention_block_table: torch.Tensor | None = None, table: torch.Tensor | None = None,
-    context_lens: torch.Tensor | None = None, block_page_stride: int = 0,
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, attention_block_table: torch.Tensor,
+    table: torch.Tensor, context_lens: torch.Tensor, block_page_stride: int,
 ) -> None:  # fmt: skip
     return None
 
 
-def sparse_table(
-    attention_block_table: torch.Tensor | None, block_page_stride: int, table: torch.Tensor | None,
-    context_lens: torch.Tensor | None,
-) -> SparseTable | None:  # fmt: skip
-    """An op's last four arguments as the indexer takes them.
-
-    Raises
-    ------
-    ValueError
-        When some are given and others are not.
-    """
-    if attention_block_table is not None and table is not None and context_lens is not None:
-        return SparseTable(attention_block_table, block_page_stride, table, context_lens)
-    given = {"attention_block_table": attention_block_table, "table": table, "context_lens": context_lens}
-    missing = [name for name, tensor in given.items() if tensor is None]
-    if len(missing) < len(given) or block_page_stride:
-        raise ValueError(f"{missing[0]}: missing; {', '.join(given)} and block_page_stride come together or not at all")
-    return None
-
-
-def sparse_arguments(sparse: SparseTable | None) -> dict[str, Any]:
-    """The same arguments from what the indexer takes, for calls inside ``torch.compile``.
-
-    Raises
-    ------
-    TypeError
-        When it is no :class:`blockpick.SparseTable`.
-    """
+def call_decode(
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, padding: bool, sparse: SparseTable | None
+) -> None:
+    """The decode op that serves a call inside ``torch.compile``."""
     if sparse is None:
-        return {}
+        torch.ops.blockpick.decode_pick(q, cache, out, handle, padding)
+    else:
+        torch.ops.blockpick.decode_pick_sparse(q, cache, out, handle, padding, *_fields(sparse))
+
+
+def call_prefill(
+    q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, sparse: SparseTable | None
+) -> None:
+    """The prefill op that serves a call inside ``torch.compile``."""
+    if sparse is None:
+        torch.ops.blockpick.prefill_pick(q, cache, out, handle)
+    else:
+        torch.ops.blockpick.prefill_pick_sparse(q, cache, out, handle, *_fields(sparse))
+
+
+def _fields(sparse: SparseTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     if not isinstance(sparse, SparseTable):
         raise TypeError(f"sparse_table: must be a SparseTable, is {type(sparse).__name__}")
-    return {
-        "attention_block_table": sparse.attention_block_table, "table": sparse.table,
-        "context_lens": sparse.context_lens, "block_page_stride": sparse.block_page_stride,
-    }  # fmt: skip
+    return sparse.attention_block_table, sparse.table, sparse.context_lens, sparse.block_page_stride
 
 
 @torch.library.custom_op("blockpick::qk_norm_rope_insert", mutates_args=("cache", "q_out"))
