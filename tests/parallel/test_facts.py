@@ -120,7 +120,7 @@ def test_a_handle_survives_the_wire():
 @pytest.mark.parametrize("cut", range(0, 100, 7))
 def test_every_truncation_is_refused(cut):
     data = Handle("ipc", 1, GRANULE, TOKEN, b"p" * 64).pack()
-    with pytest.raises(PeerError, match="handle of rank 1: (truncated|malformed)"):
+    with pytest.raises(PeerError, match=r"handle of rank 1: (truncated|malformed)"):
         Handle.parse(data[:cut], 1, TOKEN, "ipc", GRANULE)
 
 
