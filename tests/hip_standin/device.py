@@ -259,16 +259,23 @@ class VisibleKernel:
         def run(grid: int, stream: int, *given: Value) -> None:
             tensors = [value for value in (*fixed.values(), *given) if isinstance(value, torch.Tensor)]
             standin.order = self._order
-            with environment(**{DEVICES: self._devices}):
-                registered = []
-                try:
-                    for start, size in spans(tensors):
-                        standin.check(hip.hipHostRegister(start, size, 0))
-                        registered.append(start)
-                    bound(grid, stream, *given)
-                    standin.check(hip.hipDeviceSynchronize())
-                finally:
-                    for start in registered:
-                        hip.hipHostUnregister(start)
+            with visible(standin, self._devices, tensors):
+                bound(grid, stream, *given)
+                standin.check(hip.hipDeviceSynchronize())
 
         return run
+
+
+@contextmanager
+def visible(standin: Standin, devices: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Kernels may touch these tensors for a while: host memory, registered with the stand-in."""
+    registered = []
+    with environment(**{DEVICES: devices}):
+        try:
+            for start, size in spans(tensors):
+                standin.check(standin.hip.hipHostRegister(start, size, 0))
+                registered.append(start)
+            yield
+        finally:
+            for start in registered:
+                standin.hip.hipHostUnregister(start)
