@@ -20,7 +20,7 @@ from blockpick.ops.context_pick import CONTROL_WORDS, PUSH, WAIT, WORD_BYTES
 from blockpick.testing.reference import select_blocks
 from blockpick.testing.simulated import simulated_groups
 
-LIMIT_S = 0.5
+LIMIT_S = 0.15
 TICK_NS = 1_000_000  # by which every reading of the clock moves it: a limit is a number of looks, however slow they are
 FLAG = 0  # word of a rank's own buffer
 SENTINEL = -77

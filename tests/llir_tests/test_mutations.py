@@ -25,6 +25,7 @@ from executors import GPU, IR_ARCHS, ir_executor, standin
 from fused_cases import check_fused_insert
 from llir import Program, Trap
 from llir.mutations import Mutant, mutants
+from llir_tests.context_checks import check_exchange, merge_checks, push_checks
 from llir_tests.test_variants import check_insert
 from sparse_cases import CASES, PREFILL, check_decode_emission, check_prefill_emission
 from support import ROOT
@@ -138,6 +139,8 @@ SCORER = {
     "matrix operand twice", "output short", "store unguarded", "token mask dropped", "zero mask dropped",
 }  # fmt: skip
 STORES = {"output short", "store unguarded"}
+PUSHED = {"pushed word short", "pushed word altered", "push mask dropped"}
+POLLED = {"barriers removed", "poll mask dropped", "poll left at once", "epoch compared by parity", "limit dropped"}
 FUSED = STORES | {"moved from another lane", "swizzle altered"}
 STAGED = {"barriers removed"}
 SORT = {"moved from another lane", "output short", "zero mask dropped"}
@@ -166,6 +169,15 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
         emissions,
         STORES | STAGED | {"moved from another lane", "permuted by a fixed lane"},
     ),
+    "exchange_queries__{arch}": (
+        check_exchange,
+        STORES | PUSHED | POLLED | {"moved from another lane", "zero mask dropped"},
+    ),
+    "push_candidates__{arch}__k16": (
+        push_checks(12),
+        PUSHED | PERMUTED | {"moved from another lane", "barriers removed", "LDS address moved", "zero mask dropped"},
+    ),
+    "merge_ranks__{arch}__k16": (merge_checks(12), SORT | PERMUTED | POLLED),
     "qk_norm_rope_insert__{arch}__bf16": (lambda machine: check_fused_insert(machine, "bf16"), FUSED),
     "qk_norm_rope_insert__{arch}__e4m3fn": (lambda machine: check_fused_insert(machine, "e4m3fn"), FUSED),
     "qk_norm_rope_insert__{arch}__nvfp4": (
