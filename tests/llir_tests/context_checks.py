@@ -37,11 +37,15 @@ class Planned:
 
 
 class Late:
-    """Words that arrive while a kernel waits: before each of its steps some of the rest, in random order."""
+    """Words that arrive while a kernel waits: before each of its steps some of the rest, in random order, or those of the
+    last row and rank last.
+    """
 
-    def __init__(self, words: torch.Tensor, final: torch.Tensor, seed: int) -> None:
+    def __init__(self, words: torch.Tensor, final: torch.Tensor, seed: int, last_last: bool = False) -> None:
         self.words, self.final = words, final
-        self.places = np.random.default_rng(seed).permutation((words != final).nonzero()[:, 0].numpy())
+        self.places = (words != final).nonzero()[:, 0].numpy()
+        if not last_last:
+            self.places = np.random.default_rng(seed).permutation(self.places)
 
     def __call__(self) -> None:
         now, self.places = np.split(self.places, [-(-len(self.places) // 4)])
@@ -101,12 +105,13 @@ class Team:
         return CONTROL_WORDS + parity * queries
 
     def scores(self, seed: int) -> torch.Tensor:
-        """Scores [request, head, block]: few values, so many ties, NaN and both zeros among them."""
+        """Scores [request, head, block]: few values, so many ties, NaN and both zeros among them; of head 0 all differ."""
         generator = torch.Generator().manual_seed(seed)
         blocks = max(self.positions) // 128 + 1
         values = torch.randint(-9, 10, (len(self.positions), TOTAL_HEADS, blocks), generator=generator) / 4
         values[torch.rand(values.shape, generator=generator) < 0.1] = float("nan")
         values[torch.rand(values.shape, generator=generator) < 0.1] = -0.0
+        values[:, 0] = torch.randn(values[:, 0].shape, generator=generator)
         return values
 
     def candidates(self, scores: torch.Tensor, request: int, head: int, rank: int, epoch: int) -> np.ndarray:
@@ -170,7 +175,7 @@ def check_exchange_call(team: Team, epoch: int, watched: Sequence[int]) -> None:
         final = words.clone()
         words.copy_(before[rank])
         buffers["queries"].fill_(-1)
-        with team.running(Late(words, final, epoch)):
+        with team.running(Late(words, final, epoch, last_last=rank > 0)):
             team.chains[rank].exchange(plan, shares[rank], WAIT)
         assert torch.equal(words, final) and team.groups[rank].failed() == 0, "it waits for every word"
         assert torch.equal(buffers["queries"][: len(data)], data), "gathered queries"

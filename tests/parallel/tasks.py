@@ -285,8 +285,7 @@ def dangling(buffer: Any, data: bytes) -> bytes:
     if buffer._own.descriptor is not None:
         os.ftruncate(buffer._own.descriptor, 0)
     else:
-        buffer._own.close()
-        buffer._own = None
+        buffer._own.close()  # once more at the end, which the driver refuses
     return data
 
 
