@@ -143,6 +143,44 @@ class Team:
         return epoch << 32 | stage << 16 | (peer + 1) << 8 | 1
 
 
+# ---- decode_plan
+
+
+def check_context_plan(machine: Any) -> None:
+    """The work list of every rank for lengths of every kind: its blocks, and positions in which only they count."""
+    lens, width, size, query_len = [2500, 0, 129, -5, 128 * 4096, 70_001, 384], 640, 4, 2
+    table = torch.arange(len(lens) * width, dtype=torch.int32).view(len(lens), width).flip(1)
+    options = {"max_requests": len(lens), "max_query_len": query_len, "max_seq_len": width * 256, "order": "local_last"}
+    for group in simulated_groups(size, "cpu"):
+        indexer = machine.indexer(CacheLayout("bf16", 256), num_heads=1, parallel="context", group=group, **options)
+        found = indexer._engine.context_buffers
+        for name in ("positions", "local_positions", "offsets", "blocks"):
+            found[name].fill_(SENTINEL)
+        indexer.plan_decode(table, torch.tensor(lens, dtype=torch.int32), query_len=query_len)
+        model = {name: [] for name in ("positions", "local_positions", "offsets", "blocks")}
+        for row, length in zip(table.tolist(), lens, strict=True):
+            tokens = max(length, 0)
+            mine = range(group.rank, -(-min(tokens, width * 256) // 128), size)
+            model["offsets"].append(len(model["blocks"]))
+            if -(-min(tokens, width * 256) // 128) > 16:  # fewer all win, in an order that ids decide
+                model["blocks"] += [row[block // 2] * 2 + block % 2 for block in mine]
+            for query in range(query_len):
+                position = max(min(tokens - query_len + query, width * 256 - 1), -1)
+                visible = range(group.rank, position // 128 + 1, size)
+                last = 128 if not visible or visible[-1] < position // 128 else position % 128 + 1
+                model["positions"].append(position)
+                model["local_positions"].append((len(visible) - 1) * 128 + last - 1 if visible else -1)
+        model["offsets"].append(len(model["blocks"]))
+        total, units = len(model["blocks"]), indexer._engine.context._units[query_len - 1]
+        starts = model["offsets"][:-1]
+        first = [max(r for r, start in enumerate(starts) if start <= unit * total // units) for unit in range(units)]
+        assert found["header"][:3].tolist() == [total, len(lens), query_len]
+        assert found["unit_request"][:units].tolist() == first
+        for name, values in model.items():
+            assert found[name][: len(values)].tolist() == values, name
+            assert bool((found[name][len(values) :] == SENTINEL).all()), f"beyond {name}"
+
+
 # ---- exchange_queries
 
 

@@ -25,7 +25,7 @@ from executors import GPU, IR_ARCHS, ir_executor, standin
 from fused_cases import check_fused_insert
 from llir import Program, Trap
 from llir.mutations import Mutant, mutants
-from llir_tests.context_checks import check_exchange, merge_checks, push_checks
+from llir_tests.context_checks import check_context_plan, check_exchange, merge_checks, push_checks
 from llir_tests.test_variants import check_insert
 from sparse_cases import CASES, PREFILL, check_decode_emission, check_prefill_emission
 from support import ROOT
@@ -62,10 +62,11 @@ def selects(machine: Any) -> None:
 
 
 def plans(machine: Any) -> None:
-    """Small and large machines: with many units a thread writes many times between two barriers."""
+    """Small and large machines: with many units a thread writes many times between two barriers; ranks' shares."""
     for page_size, compute_units in ((128, 2), (256, 304)):
         sized = replace(machine, compute_units=compute_units)
         check_plan(sized.indexer(CacheLayout("bf16", page_size), max_requests=7, max_seq_len=640 * page_size))
+    check_context_plan(machine)
 
 
 def prefills(dtype: str, rounding: str | None = None, numerics: str | None = None) -> Check:
