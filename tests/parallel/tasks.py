@@ -206,9 +206,13 @@ def what_raises(context: Rank) -> list[tuple[str, str, int | None]]:
     """Error, message and peer of every call that must report a failed rank."""
     indexer, (table, lens, query_len) = context.kept["indexer"], context.kept["batch"]
     q, cache, out = context.kept["tensors"]
+
+    def plan() -> None:
+        context.kept["plan"] = indexer.plan_decode(table, lens, query_len=query_len)
+
     calls = (
         lambda: context.kept["group"].check(),
-        lambda: indexer.plan_decode(table, lens, query_len=query_len),
+        plan,
         lambda: indexer.decode(context.kept["plan"], q, cache, out),
     )
     found = []
