@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from support import ARCHS, ROOT
 import blockpick
 from blockpick import dispatch
 from blockpick.manifest import installed_packages
+from blockpick.ops.context_engine import ContextEngine
 
 GPU = torch.cuda.is_available()
 IR_ARCHS = ("gfx942", "gfx950")
@@ -49,6 +50,11 @@ class Executor:
                 patch.setattr(f"{module}.load", self.load)
             patch.setattr("blockpick.ops.insert._per_thread", self.bound_inserts())
             yield
+
+    @contextmanager
+    def sharing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let kernels reach tensors by addresses in memory: the exchange buffers of simulated ranks."""
+        yield
 
     def bound_inserts(self) -> threading.local:
         """The insert launches of this executor, apart from those of others with the same arguments."""
@@ -146,12 +152,22 @@ class IrExecutor(Executor):
                 patch.setattr(f"{module}.describe", lambda *_: device)
             yield
 
+    @contextmanager
+    def sharing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        from hip_standin.device import visible
+
+        with visible(standin(), self.devices, tensors):
+            yield
+
     def indexer(self, layout: blockpick.CacheLayout, **options: Any) -> blockpick.Indexer:
         """Scratch that no plan fills holds garbage, as fresh device memory does; random orders start from one seed."""
         indexer = super().indexer(layout, **options)
         for slot in indexer._engine.buffers:
             slot["scores"].fill_(3e38)
             slot["partial"].fill_(-1)
+        if isinstance(indexer._engine, ContextEngine):
+            indexer._engine.context_buffers["scores"].fill_(3e38)
+            indexer._engine.context_buffers["queries"].fill_(-1)
         return indexer
 
     def bound_inserts(self) -> threading.local:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,18 +78,21 @@ class Standin:
     """The stand-in loaded into this process as ``libamdhip64.so``, with the interpreter behind its launches.
 
     ``order`` and ``seed`` apply to the launches that follow, ``turn_limit`` bounds each; ``rewrite`` may change the IR
-    of a module when it is loaded; ``trap`` is what the last failed kernel did.
+    of a module when it is loaded; ``trap`` is what the last failed kernel did. ``clock_ns`` is what kernels read as time;
+    ``beside`` is called before every step of a launch, for what happens while kernels run.
     """
 
     def __init__(self, ir_folder: Path, build_folder: Path) -> None:
         self.order, self.seed = "lockstep", 0
         self.turn_limit = 1_000_000
+        self.clock_ns: Callable[[], int] = time.monotonic_ns
+        self.beside: Callable[[], None] | None = None
         self.rewrite: Callable[[str], str] | None = None
         self.trap: Exception | None = None
         self._ir_folder = ir_folder
         self._modules: dict[int, Module] = {}
         self._functions: dict[int, Program] = {}
-        self._launches: dict[int, Iterator[None]] = {}
+        self._launches: dict[int, Iterator[bool]] = {}
         self._last_id = 0
         root = build(build_folder)
         with environment(ROCM_PATH=str(root)):  # hip-python looks for the library at its first call
@@ -154,16 +158,16 @@ class Standin:
 
     def _start(
         self, program: Program, values: Sequence[int], grid: tuple[int, int, int], threads: int, shared: int
-    ) -> Iterator[None]:
+    ) -> Iterator[bool]:
         """The launch; memory is what is visible when it begins to run."""
         order, seed = self.order, self.seed
         self.seed += 1
-        yield
-        turns = launch(program, self.ranges(), values, grid, threads, shared, order, seed)
+        yield False
+        turns = launch(program, self.ranges(), values, grid, threads, shared, order, seed, self.clock_ns)
         try:
-            for _ in zip(range(self.turn_limit), turns, strict=False):
-                yield
-            if next(turns, self) is None:
+            for _, polled in zip(range(self.turn_limit), turns, strict=False):
+                yield polled
+            if next(turns, None) is not None:
                 raise Trap(f"did not end within {self.turn_limit} turns")
         except Trap as trap:
             raise Trap(f"{program.function.name}, order {order}, seed {seed}: {trap}") from None
@@ -171,8 +175,11 @@ class Standin:
     def _launch_step(self, number: int) -> int:
         running = self._launches[number]
         try:
+            if self.beside is not None:
+                self.beside()
             for _ in range(TURNS_PER_STEP):
-                next(running)
+                if next(running):
+                    break  # the kernel may be waiting for another launch or process
         except StopIteration:
             del self._launches[number]
             return FINISHED
@@ -259,16 +266,23 @@ class VisibleKernel:
         def run(grid: int, stream: int, *given: Value) -> None:
             tensors = [value for value in (*fixed.values(), *given) if isinstance(value, torch.Tensor)]
             standin.order = self._order
-            with environment(**{DEVICES: self._devices}):
-                registered = []
-                try:
-                    for start, size in spans(tensors):
-                        standin.check(hip.hipHostRegister(start, size, 0))
-                        registered.append(start)
-                    bound(grid, stream, *given)
-                    standin.check(hip.hipDeviceSynchronize())
-                finally:
-                    for start in registered:
-                        hip.hipHostUnregister(start)
+            with visible(standin, self._devices, tensors):
+                bound(grid, stream, *given)
+                standin.check(hip.hipDeviceSynchronize())
 
         return run
+
+
+@contextmanager
+def visible(standin: Standin, devices: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Kernels may touch these tensors for a while: host memory, registered with the stand-in."""
+    registered = []
+    with environment(**{DEVICES: devices}):
+        try:
+            for start, size in spans(tensors):
+                standin.check(standin.hip.hipHostRegister(start, size, 0))
+                registered.append(start)
+            yield
+        finally:
+            for start in registered:
+                standin.hip.hipHostUnregister(start)

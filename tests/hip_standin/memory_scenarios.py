@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 from ctypes import byref, c_int, c_int64, c_size_t, c_void_p
-from pathlib import Path
 
+from hip_standin.counts import counts
 from hip_standin.process import POISON, call, cell, cells, code, copy, hip, lib, malloc, ok, ranges
 
 
@@ -94,13 +94,6 @@ def virtual_memory():
     assert call("hipMemSetAccess", where, STEP, NO_ACCESS, 1) == 0 and list(ranges()) == [where + STEP]
     assert [call("hipMemUnmap", where, 2 * STEP) for _ in "12"] == [0, 1]
     assert [call("hipMemAddressFree", where, 2 * STEP) for _ in "12"] == [0, 1] and counts() == [0, 0]
-
-
-def counts():
-    """Descriptors and mappings of the stand-in's memory."""
-    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return [sum("hip-stand-in" in line for line in lines) for lines in (links, maps)]
 
 
 def export(where):

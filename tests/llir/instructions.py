@@ -172,6 +172,17 @@ def float_to_integer(instruction: Instruction) -> Operation:
     return convert
 
 
+@builder("inttoptr", "ptrtoint")
+def convert_address(instruction: Instruction) -> Operation:
+    """The same number: zero-extended, or its high bits cut, where the sizes differ (LangRef, inttoptr and ptrtoint)."""
+    source, target = instruction.operands[0].type.element, instruction.type.element
+    address, number = (target, source) if target.kind == "ptr" else (source, target)
+    check_space(address.size, instruction)
+    if address.size in NARROW_SPACES or number.bits < 64:
+        raise Trap(f"addresses of another size than 64 bits in `{instruction.text}`")
+    return lambda m, a: a
+
+
 @builder("bitcast")
 def reinterpret(instruction: Instruction) -> Operation:
     source, target = instruction.operands[0].type, instruction.type
@@ -252,11 +263,11 @@ def address(instruction: Instruction) -> Operation:
 @builder("load")
 def load(instruction: Instruction) -> Operation:
     kind, space = instruction.type, instruction.operands[0].type.size
-    align, atomic = instruction.detail
+    align, polls = instruction.detail
     check_space(space, instruction)
 
     def run(m: Machine, at: Array) -> Any:
-        if atomic:
+        if polls:
             m.pause()
         at = m.active(at)
         value = np.zeros((m.lanes, kind.nbytes), np.uint8)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .instructions import Operation, check_alignment, read
-from .syntax import Instruction
+from .syntax import ASSEMBLY, Instruction
 from .types import I32, LDS, SIGNED, Trap, Type, vector
 from .values import Array, bit_cast, fp8_table, from_bytes, from_float, signed, to_bytes, to_float, wrap
 
@@ -24,6 +24,10 @@ TABLE: dict[str, Factory] = {}
 def build_intrinsic(instruction: Instruction, arch: str) -> Operation:
     """The operation of a call; :class:`Trap` with the text when the intrinsic is not in the table."""
     name = str(instruction.detail)
+    if name.startswith(ASSEMBLY):
+        if name.removeprefix(ASSEMBLY) not in ASSEMBLER:
+            raise Trap(f"unknown assembly in `{instruction.text}`")
+        return ASSEMBLER[name.removeprefix(ASSEMBLY)]
     while name not in TABLE:
         name, _, suffix = name.rpartition(".")  # overloads end with the mangled types
         if not suffix or not name:
@@ -59,6 +63,31 @@ def kind_of(instruction: Instruction) -> Type:
 @intrinsic("amdgcn.sched.barrier", "amdgcn.s.setprio", "amdgcn.wave.barrier")
 def nothing(m: Machine, *operands: Array) -> None:
     """Hints for the compiler and the scheduler; a wave's lanes are always together between two of its instructions."""
+
+
+@factory("assume")
+def assume(instruction: Instruction, arch: str) -> Operation:
+    """A promise to the compiler: it must hold in every lane that runs."""
+
+    def run(m: Machine, promise: Array) -> None:
+        if not m.active(promise).all():
+            raise Trap(f"an assumption does not hold in `{instruction.text}`")
+
+    return run
+
+
+# ---- time
+
+
+def real_time(m: Machine) -> Array:
+    """The constant 100 MHz counter (CDNA3 and CDNA4 ISA, S_MEMREALTIME): it arrives like every scalar load, so only
+    lgkmcnt tells when. Text that waits for another counter reads a register that nothing was written to yet.
+    """
+    return np.array([m.clock_ns() // TICK_NS], np.uint64)
+
+
+TICK_NS = 10
+ASSEMBLER: dict[str, Operation] = {'s_memrealtime $0; s_waitcnt lgkmcnt(0) "=s"': real_time}  # text, constraints
 
 
 # ---- identity

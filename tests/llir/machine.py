@@ -13,8 +13,9 @@ one wave of each workgroup at a time, in random order, and delivers copies in ra
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,7 @@ class Kernel:
         lds_bytes: int = 0,
         order: str = "lockstep",
         seed: int = 0,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Run with arrays (which the kernel reads and writes in place) and integers as arguments."""
         ranges, values = [], []
@@ -83,7 +85,7 @@ class Kernel:
             else:
                 values.append(int(argument))
         size = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
-        for _ in launch(self.program, ranges, values, size, threads, lds_bytes, order, seed):
+        for _ in launch(self.program, ranges, values, size, threads, lds_bytes, order, seed, clock_ns):
             pass
 
 
@@ -96,8 +98,10 @@ def launch(
     lds_bytes: int,
     order: str,
     seed: int,
-) -> Any:
-    """Run a grid, yielding after every turn so that other launches can run in between.
+    clock_ns: Callable[[], int] = time.monotonic_ns,
+) -> Iterator[bool]:
+    """Run a grid, yielding after every turn so that other launches can run in between: True when it touched memory in
+    which the kernel may be waiting for them, or for other processes.
 
     Raises
     ------
@@ -116,11 +120,12 @@ def launch(
         if order == "random":  # among residents no workgroup is ahead, and none wins a conflict, by its number
             numbers = random.permutation(numbers)
         machine = Machine(program, memory, values, grid, threads, numbers, lds_bytes, order, random)
-        machine.implicit_address = implicit.ctypes.data
+        machine.implicit_address, machine.clock_ns = implicit.ctypes.data, clock_ns
         while machine.turn():
-            yield
+            polled, machine.polled = machine.polled, False
+            yield polled
     if total == 0:
-        yield
+        yield False
 
 
 def implicit_arguments(grid: tuple[int, int, int], threads: int) -> Array:
@@ -157,6 +162,7 @@ class Machine:
         ]
         self.lds = Lds(len(numbers), lds_bytes, random)
         self.implicit_address = 0
+        self.clock_ns = time.monotonic_ns
         self.r: list[Any] = program.initial_registers(values)
         self.previous = np.full(lanes, -1)
         self.mask = np.ones(lanes, np.bool_)
@@ -168,7 +174,7 @@ class Machine:
         self._turns = np.zeros(waves, np.int64)
         self._waiting = np.full(waves, -1)  # segment of the barrier that the wave waits at
         self._current = np.full(len(numbers), -1)  # random order: the wave that runs in each workgroup
-        self._paused = False
+        self._paused = self.polled = False
         self.marks = np.zeros(waves, np.int64)
         self._pending: list[PendingCopy] = []
 
@@ -184,8 +190,10 @@ class Machine:
         return whole if self.full_mask else whole[self.selected]
 
     def pause(self) -> None:
-        """Let other waves run after this segment: this one touched memory that others may be waiting for."""
-        self._paused = True
+        """Let other waves, and other launches and processes, run after this segment: it touched memory that they may be
+        waiting for, or that it waits for.
+        """
+        self._paused = self.polled = True
 
     def first_active(self) -> Array:
         """For every lane the first running lane of its wave (its wave's first where none runs)."""

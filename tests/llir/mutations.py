@@ -10,7 +10,7 @@ from dataclasses import dataclass
 BARRIER = re.compile(r"^.*call void @llvm\.amdgcn\.s\.barrier\(\).*\n", re.M)
 WAIT = re.compile(r"^.*call void @llvm\.amdgcn\.wait\.asyncmark\(.*\n", re.M)
 DPP = re.compile(r"(?<=@llvm\.amdgcn\.update\.dpp\.i32\()(.*, i32 )(177|78|27|296|321)(, i32 15, i32 15, i1 true\))")
-BPERMUTE = re.compile(r"(@llvm\.amdgcn\.ds\.bpermute\()(i32 )(%[\w.]+)")
+BPERMUTE = re.compile(r"(@llvm\.amdgcn\.ds\.bpermute\()(i32 )(%[-\w.]+)")
 LDS_STEP = re.compile(r"(getelementptr (?:inbounds )?(?:nuw )?i8, ptr addrspace\(3\) [%@][\w.]+, i32 )(\d+)")
 XOR = re.compile(r"(= xor i32 %[\w.]+, )(8|16|32|64|128|256|512)$", re.M)
 MFMA = re.compile(r"(%[\w.]+ = .*@llvm\.amdgcn\.mfma\.[^(]*\(<(\d) x (\w+)> )(%[\w.]+)(, .*<4 x float> )(%[\w.]+)(,.*)")
@@ -22,6 +22,9 @@ BUFFER_STORE = re.compile(
 GUARD = re.compile(r"br i1 (%[\w.]+), (label (%[\w.]+), label %[\w.]+)")
 NAN_MASK = re.compile(r"select (<\d x i1>|i1) (%[\w.]+), (<\d x float>|float) (splat \(float \+qnan\)|\+qnan), ")
 ZERO_MASK = re.compile(r"select i1 %[\w.]+, i64 (%[\w.]+), i64 0$", re.M)
+WORD_STORE = re.compile(r"^  store volatile <1 x i64> (%[\w.]+), (ptr addrspace\(1\) %[\w.]+)(, align \d+).*", re.M)
+POLL_AGAIN = re.compile(r"(^  switch i32 %[\w.]+, label %[\w.]+ \[\s+i32 )1(, label %[\w.]+)", re.M)
+EXPIRED = re.compile(r"(s_memrealtime [^\n]*\n(?:[^\n]*\n){1,3}?  %[\w.]+ = )icmp sgt i64 .*")
 NONE = "zeroinitializer"
 OUT_OF_RANGE = "-2147483648"
 
@@ -135,6 +138,71 @@ def unguarded_stores(text: str) -> Planted:
             yield f"guard {match[1]}", text[: match.start()] + f"br i1 true, {match[2]}" + text[match.end() :]
 
 
+def changed_word(kind: str) -> Callable[[re.Match[str]], str]:
+    """Thread 0 pushes no word, or every thread another one."""
+
+    def change(match: re.Match[str]) -> str:
+        value, pointer, align = match.groups()
+        old = f"  %mutant.old = load <1 x i64>, {pointer}{align}\n  %mutant.zero = icmp eq i32 THREAD, 0\n"
+        new = f"  %mutant.new = xor <1 x i64> {value}, splat (i64 1)\n"
+        if kind == "short":
+            new = f"{old}  %mutant.new = select i1 %mutant.zero, <1 x i64> %mutant.old, <1 x i64> {value}\n"
+        return f"{new}  store volatile <1 x i64> %mutant.new, {pointer}{align}"
+
+    return change
+
+
+def words(kind: str) -> Callable[[str], Planted]:
+    """A store of words that other ranks poll, changed."""
+
+    def plant(text: str) -> Planted:
+        for place, changed in edits(WORD_STORE, changed_word(kind))(text):
+            yield place, changed.replace("THREAD", thread_register(text))
+
+    return plant
+
+
+def unguarded_words(text: str) -> Planted:
+    """Words pushed by every thread: also beyond the row, and after a failure."""
+    for match in GUARD.finditer(text):
+        if pushes(text, match[3][1:]) and depends_on_load(text, match[1]):
+            yield f"guard {match[1]}", text[: match.start()] + f"br i1 true, {match[2]}" + text[match.end() :]
+
+
+def pushes(text: str, name: str, depth: int = 3) -> bool:
+    """Whether a block stores words that others poll, or whatever follows it does."""
+    block = re.search(rf"^{re.escape(name)}:.*?(?=^\S|\Z)", text, re.M | re.S)
+    if block is None or WORD_STORE.search(block[0]):
+        return block is not None
+    following = re.findall(r"label %([\w.-]+)", "".join(re.findall(r"^  br .*", block[0], re.M)))
+    return depth > 0 and bool(following) and all(pushes(text, block, depth - 1) for block in following)
+
+
+def epochs(text: str) -> re.Pattern[str]:
+    """Compares of the upper halves of polled words; in a kernel that polls none, nothing."""
+    halves = re.findall(r"^  (%[\w.]+) = lshr i64 %[\w.]+, 32$", text, re.M) if POLL_AGAIN.search(text) else []
+    return re.compile(rf"^  (%[\w.]+) = icmp ne i64 ({'|'.join(map(re.escape, halves)) or '(?!)'}), (%[\w.]+)$", re.M)
+
+
+def words_by_parity(text: str) -> Planted:
+    """A wait that takes words of the epoch two calls earlier for its own: one compare, at the first look or a later one."""
+
+    def change(match: re.Match[str]) -> str:
+        late, found, epoch = match.groups()
+        return (
+            f"  %mutant.found = and i64 {found}, 1\n  %mutant.epoch = and i64 {epoch}, 1\n"
+            f"  {late} = icmp ne i64 %mutant.found, %mutant.epoch"
+        )
+
+    yield from edits(epochs(text), change)(text)
+
+
+def masked_words_polled(text: str) -> Planted:
+    """A wait for words that no rank sends."""
+    late = "|".join(re.escape(match[1]) for match in epochs(text).finditer(text)) or "(?!)"
+    yield from all_at_once(re.compile(rf"(= and i1 )%[\w.]+(, (?:{late}))$", re.M), lambda m: f"{m[1]}true{m[2]}")(text)
+
+
 def depends_on_load(text: str, register: str) -> bool:
     """Whether a register is computed from something that the kernel loads."""
     todo, seen = [register], set()
@@ -163,4 +231,11 @@ PLANTERS: dict[str, Callable[[str], Planted]] = {
     "token mask dropped": all_at_once(NAN_MASK, lambda m: m[0].replace(m[2], "false" if m[1] == "i1" else NONE, 1)),
     "zero mask dropped": all_at_once(ZERO_MASK, lambda m: f"select i1 true, i64 {m[1]}, i64 0"),
     "store unguarded": unguarded_stores,
+    "pushed word short": words("short"),
+    "pushed word altered": words("altered"),
+    "push mask dropped": unguarded_words,
+    "poll mask dropped": masked_words_polled,
+    "poll left at once": edits(POLL_AGAIN, lambda m: f"{m[1]}7{m[2]}"),
+    "epoch compared by parity": words_by_parity,
+    "limit dropped": all_at_once(EXPIRED, lambda m: f"{m[1]}icmp eq i32 0, 1"),
 }

@@ -45,6 +45,7 @@ WORDS = frozenset(
         "musttail",
         "notail",
         "volatile",
+        "sideeffect",
         "noundef",
         "zeroext",
         "signext",
@@ -73,6 +74,7 @@ WORDS = frozenset(
 )
 SMEM = "@global_smem"
 MAX_THREADS = 1024  # of a workgroup whose kernel states no bound of its own
+ASSEMBLY = "asm "  # begins the name of a call of inline assembly
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,8 @@ BINARY = frozenset(
      "fmul", "fdiv"]
 )  # fmt: skip
 CASTS = frozenset(
-    ["trunc", "zext", "sext", "fptrunc", "fpext", "fptoui", "fptosi", "uitofp", "sitofp", "bitcast"]
+    ["trunc", "zext", "sext", "fptrunc", "fpext", "fptoui", "fptosi", "uitofp", "sitofp", "bitcast",
+     "inttoptr", "ptrtoint"]
 )  # fmt: skip
 VOID = Type("void")
 
@@ -453,13 +456,13 @@ def parse_getelementptr(reader: Reader) -> Parts:
 
 
 def parse_load(reader: Reader) -> Parts:
-    atomic = reader.peek() == "atomic"
+    polls = reader.peek() in ("atomic", "volatile")
     reader.words()
     kind = reader.type()
     reader.expect(",")
     address = reader.typed()
     alignment(reader)
-    return kind, (address,), (reader.align, atomic)
+    return kind, (address,), (reader.align, polls)
 
 
 def parse_store(reader: Reader) -> Parts:
@@ -503,8 +506,8 @@ def parse_cmpxchg(reader: Reader) -> Parts:
 def parse_call(reader: Reader) -> Parts:
     reader.words()
     kind = reader.type()
-    callee = reader.take()
-    if not callee.startswith("@llvm."):
+    callee = assembly(reader) if reader.accept("asm") else reader.take()
+    if not callee.startswith(("@llvm.", ASSEMBLY)):
         raise Trap(f"call of {callee}")
     reader.expect("(")
     operands = []
@@ -516,7 +519,16 @@ def parse_call(reader: Reader) -> Parts:
         else:
             operands.append(reader.value(argument))
         reader.accept(",")
-    return kind, operands, callee[len("@llvm.") :]
+    return kind, operands, callee.removeprefix("@llvm.")
+
+
+def assembly(reader: Reader) -> str:
+    """Inline assembly as the name of a call: its lines and its constraints."""
+    reader.words()
+    text = reader.take()[1:-1]
+    reader.expect(",")
+    lines = [" ".join(line.split()) for line in text.split(r"\0A")]
+    return f"{ASSEMBLY}{'; '.join(lines)} {reader.take()}"
 
 
 def metadata(reader: Reader) -> Array:

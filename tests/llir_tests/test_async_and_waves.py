@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from llir import Kernel
+from llir import Kernel, Program, launch
+from llir.memory import array_range
 from llir_tests.ir_kernels import BARRIER, GLOBAL, LDS, lanes, module
 
 RANDOM = np.random.default_rng(21)
@@ -309,3 +310,58 @@ ready:
     kernel.run([data, flags, out], grid=2, threads=128, order=order, seed=seed)
     assert flags.tolist() == [1, 1]
     assert out.tolist() == [17 * (slot ^ 128) for slot in range(256)]
+
+
+@pytest.mark.parametrize(("order", "seed"), SCHEDULES)
+def test_volatile_words_carry_their_own_readiness(order: str, seed: int) -> None:
+    """LangRef, volatile: every access happens, once, as written; workgroups spin on 8-byte words that hold epoch and data."""
+    parameters = f"{GLOBAL} %words, {GLOBAL} %out"
+    body = f"""
+  %tid = call i32 @llvm.amdgcn.workitem.id.x()
+  %mine = call i32 @llvm.amdgcn.workgroup.id.x()
+  %row = shl i32 %mine, 7
+  %slot = add i32 %row, %tid
+  %other.slot = xor i32 %slot, 128
+  %wide = zext i32 %slot to i64
+  %data = mul i64 %wide, 17
+  %word = or i64 %data, 12884901888
+  %value = insertelement <1 x i64> poison, i64 %word, i64 0
+  %to = getelementptr i64, {GLOBAL} %words, i32 %slot
+  store volatile <1 x i64> %value, {GLOBAL} %to, align 8, !nontemporal !1
+  %from = getelementptr i64, {GLOBAL} %words, i32 %other.slot
+  br label %spin
+spin:
+  %seen = load volatile <1 x i64>, {GLOBAL} %from, align 8
+  %bits = extractelement <1 x i64> %seen, i64 0
+  %epoch = lshr i64 %bits, 32
+  %ready = icmp eq i64 %epoch, 3
+  br i1 %ready, label %done, label %spin
+done:
+  %result = getelementptr i64, {GLOBAL} %out, i32 %slot
+  store i64 %bits, {GLOBAL} %result, align 8
+  ret void"""
+    words, out = np.full(256, 1 << 32, np.uint64), np.zeros(256, np.uint64)
+    Kernel(module(parameters, body), "k").run([words, out], grid=2, threads=128, order=order, seed=seed)
+    assert out.tolist() == [(3 << 32) + 17 * (slot ^ 128) for slot in range(256)]
+
+
+def test_volatile_loads_let_others_run() -> None:
+    """The interpreter's promise: a launch yields True after a look at a volatile word, so that who runs it can let other
+    launches and processes on before the next look; plain loads are not looks.
+    """
+    body = f"""
+  br label %spin
+spin:
+  %seen = load KIND i64, {GLOBAL} %word, align 8
+  %ready = icmp ne i64 %seen, 0
+  br i1 %ready, label %done, label %spin
+done:
+  ret void"""
+    word = np.zeros(1, np.uint64)
+    for kind, polls in (("volatile", True), ("", False)):
+        word[0] = 0
+        program = Program(module(f"{GLOBAL} %word", body.replace("KIND", kind)), "k", "gfx942")
+        turns = launch(program, [array_range(word)], [word.ctypes.data], (1, 1, 1), 64, 0, "lockstep", 0)
+        assert [next(turns) for _ in range(9)] == [False] + [polls] * 8
+        word[0] = 1
+        assert list(turns) == [polls, False]

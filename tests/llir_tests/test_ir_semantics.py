@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from llir import Kernel, Trap
-from llir_tests.ir_kernels import bits32, cycle, lane_module, lanes, module, same_floats
+from llir_tests.ir_kernels import bits32, cycle, lane_module, lanes, module, same_floats, under
 
 EDGES = [0, 1, 2, 3, 5, 7, 31, 32, 63, 64, 127, 128, 255, 256, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000]
 EDGES += [0x80000001, 0xFFFFFFFE, 0xFFFFFFFF, 0x12345678, 0xDEADBEEF]
@@ -318,6 +319,29 @@ def test_hints_change_nothing(line: str) -> None:
     assert got.tolist() == list(range(1, 65))
 
 
+def test_assume() -> None:
+    """LangRef, assume: undefined behaviour where the condition is false; lanes that do not run promise nothing."""
+    body = under("%cond = icmp ult i32 %a, %n", "  call void @llvm.assume(i1 %cond)\n  %v = add i32 %a, 1", "%v")
+    body = body.replace("i1 %cond)", "i1 %small)").replace("  call", "  %small = icmp ult i32 %a, %m\n  call")
+    assert lanes(body, [("i32", np.arange(64))], ints=(16, 16))[:17].tolist() == [*range(1, 17), 2**32 - 1]
+    with pytest.raises(Trap, match="an assumption does not hold"):
+        lanes(body, [("i32", np.arange(64))], ints=(16, 15))
+
+
+@pytest.mark.parametrize("break_at", [r"\0A", r"\0A                 "])
+def test_real_time(break_at: str) -> None:
+    """CDNA3 and CDNA4 ISA, S_MEMREALTIME: a 64-bit counter of a constant 100 MHz, scalar: one value for the wave."""
+    body = f"""
+  %r = tail call i64 asm sideeffect "s_memrealtime $0{break_at}s_waitcnt lgkmcnt(0)", "=s"() #1
+  %s = tail call i64 asm sideeffect "s_memrealtime $0{break_at}s_waitcnt lgkmcnt(0)", "=s"() #1"""
+    times = iter([12_345_678_909, 12_345_678_919])
+    first, second = lanes(body, (), ("i64", "i64"), clock_ns=lambda: next(times))
+    assert first.tolist() == [1_234_567_890] * 64 and second.tolist() == [1_234_567_891] * 64
+    begin = time.monotonic_ns()
+    (now, *_), _ = lanes(body, (), ("i64", "i64"))
+    assert begin // 10 <= now <= time.monotonic_ns() // 10
+
+
 def test_freeze_keeps_what_is_not_poison() -> None:
     """LLVM language reference: freeze is a no-op on anything but undef and poison; vectors element by element."""
     body = "  %r = freeze i32 %a\n  %s = freeze <2 x half> %b"
@@ -412,7 +436,10 @@ done:
         "%r = call i32 @llvm.amdgcn.sad.u8(i32 %a, i32 %a, i32 %a)",
         "%r = call i32 @llvm.amdgcn.no.such.thing(i32 %a)",
         "%r = frobnicate i32 %a, 3",
-        "call void @llvm.assume(i1 false)",  # a promise to the compiler that nothing here would check
+        '%r = call i32 asm "s_mov_b32 $0, 1", "=s"()',
+        # a scalar load's result, used before it came: vmcnt counts vector memory only
+        r'%r = tail call i64 asm sideeffect "s_memrealtime $0\0As_waitcnt vmcnt(0)", "=s"() #1',
+        r'%r = tail call i64 asm sideeffect "s_memrealtime $0", "=s"() #1',
     ],
 )
 def test_unknown_instruction(line: str) -> None:

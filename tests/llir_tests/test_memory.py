@@ -50,6 +50,34 @@ def test_addresses_in_structs_are_refused(kind: str) -> None:
         lanes(f"  %r = getelementptr {kind}, {GLOBAL} %in_a, i64 1, i32 1", [("i32", WORDS)])
 
 
+def test_addresses_as_numbers() -> None:
+    """LangRef, inttoptr and ptrtoint: the address as a number and back; AMDGPUUsage: global addresses have 64 bits."""
+    body = f"""
+  %p = getelementptr i32, {GLOBAL} %in_a, i64 %index
+  %number = ptrtoint {GLOBAL} %p to i64
+  %moved = xor i64 %number, 4
+  %q = inttoptr i64 %moved to {GLOBAL}
+  %r = load i32, {GLOBAL} %q, align 4
+  %base = ptrtoint {GLOBAL} %in_a to i64
+  %s = sub i64 %moved, %base"""
+    got, offsets = lanes(body, [("i32", WORDS)], ("i32", "i64"))
+    assert offsets.tolist() == [4 * (lane ^ 1) for lane in range(64)]
+    assert got.tolist() == [WORDS[lane ^ 1] for lane in range(64)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"%p = inttoptr i32 %n to {GLOBAL}",
+        f"%q = ptrtoint {LDS} @global_smem to i32",
+        "%p = inttoptr i64 0 to ptr addrspace(5)",
+    ],
+)
+def test_addresses_of_other_sizes_are_refused(line: str) -> None:
+    with pytest.raises(Trap, match=r"addresses of another size|address space 5"):
+        lanes(f"  {line}\n  %r = add i32 0, 0")
+
+
 def access(pointer: str, offset: int, kind: str, align: int, store: bool) -> str:
     base = "@global_smem" if pointer == LDS else "%in_a"
     text = f"  %p = getelementptr i8, {pointer} {base}, i32 {offset}\n  %r = add i32 0, 0\n"

@@ -25,6 +25,7 @@ from executors import GPU, IR_ARCHS, ir_executor, standin
 from fused_cases import check_fused_insert
 from llir import Program, Trap
 from llir.mutations import Mutant, mutants
+from llir_tests.context_checks import check_context_plan, check_exchange, merge_checks, push_checks
 from llir_tests.test_variants import check_insert
 from sparse_cases import CASES, PREFILL, check_decode_emission, check_prefill_emission, check_rows_of_several_splits
 from support import ROOT
@@ -67,10 +68,11 @@ def selects(machine: Any) -> None:
 
 
 def plans(machine: Any) -> None:
-    """Small and large machines: with many units a thread writes many times between two barriers."""
+    """Small and large machines: with many units a thread writes many times between two barriers; ranks' shares."""
     for page_size, compute_units in ((128, 2), (256, 304)):
         sized = replace(machine, compute_units=compute_units)
         check_plan(sized.indexer(CacheLayout("bf16", page_size), max_requests=7, max_seq_len=640 * page_size))
+    check_context_plan(machine)
 
 
 def prefills(dtype: str, rounding: str | None = None, numerics: str | None = None) -> Check:
@@ -137,6 +139,8 @@ SCORER = {
     "matrix operand twice", "output short", "store unguarded", "token mask dropped", "zero mask dropped",
 }  # fmt: skip
 STORES = {"output short", "store unguarded"}
+PUSHED = {"pushed word short", "pushed word altered", "push mask dropped"}
+POLLED = {"barriers removed", "poll mask dropped", "poll left at once", "epoch compared by parity", "limit dropped"}
 FUSED = STORES | {"moved from another lane", "swizzle altered"}
 STAGED = {"barriers removed"}
 SORT = {"moved from another lane", "output short", "zero mask dropped"}
@@ -161,6 +165,15 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
     "prefill_score__{arch}__nvfp4_exact_r128": (prefills("nvfp4", "exact"), SCORER - {"zero mask dropped"}),
     "select_blocks__{arch}__k16": (selects, SORT | {"barriers removed", "LDS address moved"}),
     "merge_splits__{arch}__k16": (selects, SORT | PERMUTED | {"LDS address moved"}),
+    "exchange_queries__{arch}": (
+        check_exchange,
+        STORES | PUSHED | POLLED | {"moved from another lane", "zero mask dropped"},
+    ),
+    "push_candidates__{arch}__k16": (
+        push_checks(12),
+        PUSHED | PERMUTED | {"moved from another lane", "barriers removed", "LDS address moved", "zero mask dropped"},
+    ),
+    "merge_ranks__{arch}__k16": (merge_checks(12), SORT | PERMUTED | POLLED),
     "qk_norm_rope_insert__{arch}__bf16": (lambda machine: check_fused_insert(machine, "bf16"), FUSED),
     "qk_norm_rope_insert__{arch}__e4m3fn": (lambda machine: check_fused_insert(machine, "e4m3fn"), FUSED),
     "qk_norm_rope_insert__{arch}__nvfp4": (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from llir.instructions import BUILDERS, UPDATES
-from llir.intrinsics import TABLE
+from llir.intrinsics import ASSEMBLER, TABLE
 
 TESTS = "\n".join(
     path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path.name not in (Path(__file__).name, "test_mutations.py")
@@ -25,6 +25,12 @@ def test_every_intrinsic_is_called_by_a_test(name: str) -> None:
     """By its name in a call, where what a test fills in stands for any word; or listed for a test that calls each."""
     called = name in CALLS or any(pattern.match(name) for pattern in PATTERNS)
     assert called or f'"{name.removeprefix("amdgcn.")}"' in TESTS, f"{name} has no test"
+
+
+@pytest.mark.parametrize("text", sorted(ASSEMBLER))
+def test_every_assembly_is_written_by_a_test(text: str) -> None:
+    lines = text.rpartition(" ")[0].split("; ")
+    assert re.search(r".*".join(re.escape(line) for line in lines), TESTS), f"{text} has no test"
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))

@@ -15,6 +15,8 @@ import torch
 from conformance import CONFORMANCE, SELECTIONS, SHORT_PREFILLS, check_selection
 from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
 from fused_cases import check_fused_insert
+from parallel.context_cases import TOTAL_HEADS, ContextCase
+from parallel.test_simulated import check_phases
 from sparse_cases import (
     CASES,
     PREFILL,
@@ -86,6 +88,42 @@ def prefill_ties_across_programs(indexer: Any) -> int:
             program = (item + blocks // piece * tiles) % pick._units  # of the request's first tile
             pairs += int(((row[:, None] == row) & (program[:, None] != program)).sum()) // 2
     return pairs
+
+
+CONTEXTS = [  # of both capacities, over 2 and 4 ranks
+    (ContextCase("context-k16-score", lens=(2500, 2304, 641), query_len=1, seed=15), 2),
+    (ContextCase("context-k17-local_last", "e4m3fn", lens=(2600, 2304, 641), query_len=1, topk=17, order="local_last",
+                 page_size=256, seed=6), 4),
+]  # fmt: skip
+
+
+@by_name
+@pytest.mark.parametrize("case,size", CONTEXTS, ids=lambda value: str(value))
+def test_context_variants(machine: Any, case: ContextCase, size: int) -> None:
+    """All kernels of decode over ranks, phase by phase."""
+    lens = case.lens
+    assert len(lens) >= 3 and max(lens) > 128 * case.topk and max(lens) % 128 and case.data == "integer"
+    indexers, plans = check_phases(machine, case, size)
+    assert ties_across_ranks(case, [indexer.scores(plan) for indexer, plan in zip(indexers, plans, strict=True)]) > 0
+
+
+def ties_across_ranks(case: ContextCase, scores: list[torch.Tensor]) -> int:
+    """Rows in which blocks of different ranks have the score of the last place, for more of them than there is room."""
+    found, room = 0, case.topk - case.local_blocks
+    for b, length in enumerate(case.lens):
+        blocks = -(-length // 128)
+        if blocks <= case.topk:
+            continue
+        for head in range(TOTAL_HEADS):
+            row = torch.empty(blocks)
+            for rank, own in enumerate(scores):
+                row[rank :: len(scores)] = own[b, -1, head, : len(row[rank :: len(scores)])]
+            history = row[: blocks - case.local_blocks]
+            last = history.sort(descending=True).values[room - 1]
+            equal = (history == last).nonzero()[:, 0]
+            more = int((history > last).sum()) + len(equal) > room
+            found += more and len((equal % len(scores)).unique()) > 1
+    return found
 
 
 def check_insert(machine: Any, dtype: str) -> None:

@@ -206,10 +206,14 @@ def what_raises(context: Rank) -> list[tuple[str, str, int | None]]:
     """Error, message and peer of every call that must report a failed rank."""
     indexer, (table, lens, query_len) = context.kept["indexer"], context.kept["batch"]
     q, cache, out = context.kept["tensors"]
+
+    def plan() -> None:
+        context.kept["plan"] = indexer.plan_decode(table, lens, query_len=query_len)
+
     calls = (
         lambda: context.kept["group"].check(),
+        plan,
         lambda: indexer.decode(context.kept["plan"], q, cache, out),
-        lambda: indexer.plan_decode(table, lens, query_len=query_len),
     )
     found = []
     for call in calls:
@@ -285,8 +289,7 @@ def dangling(buffer: Any, data: bytes) -> bytes:
     if buffer._own.descriptor is not None:
         os.ftruncate(buffer._own.descriptor, 0)
     else:
-        buffer._own.close()
-        buffer._own = None
+        buffer._own.close()  # once more at the end, which the driver refuses
     return data
 
 

@@ -31,7 +31,7 @@ def replicated_on(executor, case):
 
 
 def check_phases(executor, case, size):
-    """Decode in phases twice; ids of every rank are those of replicated decode."""
+    """Decode in phases twice; ids of every rank are those of replicated decode. Returns the ranks' indexers and plans."""
     expected = replicated_on(executor, case)
     cache, table, lens, q = (tensor.to(executor.device) for tensor in case.batch())
     indexers = indexers_of(executor, case, size)
@@ -41,10 +41,12 @@ def check_phases(executor, case, size):
     for _ in range(2):  # both parities
         outs = [torch.full_like(expected[:, share], SENTINEL).contiguous() for share in shares]
         given = outs if case.out_layout == "thk" else [out.transpose(0, 1).contiguous() for out in outs]
-        decode_in_phases(indexers, plans, queries, cache, given)
+        with executor.sharing(indexers[0]._engine._exchange.tensors):
+            decode_in_phases(indexers, plans, queries, cache, given)
         for rank, (share, out) in enumerate(zip(shares, given, strict=True)):
             found = out if case.out_layout == "thk" else out.transpose(0, 1)
             assert torch.equal(found, expected[:, share]), f"rank {rank}"
+    return indexers, plans
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

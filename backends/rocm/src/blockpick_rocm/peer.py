@@ -97,24 +97,20 @@ class RocmPeerMemory:
     def read(self, address: int, size: int) -> bytes:
         """Read device memory beside kernels that run."""
         data = ctypes.create_string_buffer(size)
-        with self.current():
-            stream = self._own_stream()
-            check(hip.hipMemcpyDtoHAsync(ctypes.addressof(data), address, size, stream), "hipMemcpyDtoHAsync")
-            check(hip.hipStreamSynchronize(stream), "hipStreamSynchronize")
+        self._copy(ctypes.addressof(data), address, size, hip.hipMemcpyKind.hipMemcpyDeviceToHost)
         return data.raw
 
     def write(self, address: int, data: bytes) -> None:
         """Write to device memory, also a peer's, beside kernels that run."""
         source = ctypes.create_string_buffer(data, len(data))
-        with self.current():
-            stream = self._own_stream()
-            check(hip.hipMemcpyHtoDAsync(address, ctypes.addressof(source), len(data), stream), "hipMemcpyHtoDAsync")
-            check(hip.hipStreamSynchronize(stream), "hipStreamSynchronize")
+        self._copy(address, ctypes.addressof(source), len(data), hip.hipMemcpyKind.hipMemcpyHostToDevice)
 
-    def _own_stream(self) -> Any:
-        if self._stream is None:
-            self._stream = check(hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking), "hipStreamCreateWithFlags")
-        return self._stream
+    def _copy(self, target: int, source: int, size: int, kind: Any) -> None:
+        with self.current():
+            if self._stream is None:
+                self._stream = check(hip.hipStreamCreateWithFlags(hip.hipStreamNonBlocking), "hipStreamCreateWithFlags")
+            check(hip.hipMemcpyAsync(target, source, size, kind, self._stream), f"hipMemcpyAsync({size} bytes)")
+            check(hip.hipStreamSynchronize(self._stream), "hipStreamSynchronize")
 
 
 class IpcAllocation:

@@ -67,7 +67,7 @@ class PeerBuffer:
         result, failure = None, None
         try:
             result = act()
-        except (BlockpickError, OSError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = f"{type(error).__name__}: {error}"
         answers = self._member.gather((failure, result))
         failed = [(rank, text) for rank, (text, _) in enumerate(answers) if text is not None]
@@ -102,7 +102,7 @@ class PeerBuffer:
             try:
                 mapped = member.memory.open(handle.kind, handle.payload, handle.size, descriptor)
             except (BlockpickError, OSError) as error:
-                raise PeerError(f"handle of rank {rank}: {error}", rank) from error
+                raise PeerError(f"buffer of rank {rank}: {error}", rank) from error
             finally:
                 if descriptor is not None:
                     os.close(descriptor)

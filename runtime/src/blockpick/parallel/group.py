@@ -244,9 +244,11 @@ class RankGroup:
         Raises
         ------
         PeerError
-            On all ranks, when it fails on one.
+            On all ranks, when it fails on one, or the group has no peer memory.
         """
         check_not_capturing(self.device, "open_buffer")
+        if self.transport != "peer":
+            raise PeerError(f"rank {self.rank}: the group has no peer memory (transport {self.transport})")
         buffer = PeerBuffer(self._member, size)
         self._write_limit(buffer)
         self._buffers.append(buffer)
