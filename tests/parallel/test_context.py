@@ -21,7 +21,9 @@ def ranks(request) -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ids_are_those_of_replicated_decode(ranks, case):
-    assert ranks.run(tasks.decode, case) == [[]] * ranks.size
+    """Both parities; a second call of 8 interpreted ranks is left to the soak."""
+    calls = 1 if ranks.size == 8 and not torch.cuda.is_available() else 2
+    assert ranks.run(tasks.decode, case, calls) == [[]] * ranks.size
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "nvfp4"])
@@ -35,7 +37,7 @@ def test_changing_batches_and_a_slow_rank(ranks, dtype, order):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo gathers no device memory; test_collective_over_nccl does")
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[8], *CASES[-9:-4]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[8], CASES[-8], CASES[-5]], ids=str)
 def test_collective_transport(ranks, case):
     """Queries and candidates over the process group: the same kernels, the same ids."""
     told = ranks.run(tasks.make_group, {"transport": "collective"})

@@ -49,8 +49,16 @@ def check_phases(executor, case, size):
     return indexers, plans
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [CASES[0], ContextCase("wide", lens=(2500, 300), topk=20, query_len=1)], ids=str)
+def test_phases_of_every_target(any_executor, case):
+    """Both capacities of every architecture's kernels."""
+    check_phases(any_executor, case, 2)
+
+
+SPREAD = [(case, (2, 4, 8)[number % 3]) for number, case in enumerate(CASES)]  # rank processes run every case on each
+
+
+@pytest.mark.parametrize("case,size", SPREAD, ids=str)
 def test_phases(one_executor, case, size):
     check_phases(one_executor, case, size)
 
