@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 def header(measured: dict[str, float]) -> dict[str, Any]:
     """The conditions of a run."""
     info = describe(torch.device("cuda:0"))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout
     return {
         "gpu": info.name, "arch": info.arch, "driver": info.driver, "torch": torch.__version__,
         "blockpick": blockpick.__version__, "commit": commit.strip() or "unknown",
