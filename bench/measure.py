@@ -12,10 +12,8 @@ import torch
 REPLAYS = 11
 
 
-def graph_us(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> tuple[float, float]:
-    """Median and 90th percentile, in us per call, of replaying a graph of ``calls``; callers rotate the data they
-    read.
-    """
+def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of ``calls``, each called once before."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -23,6 +21,14 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> t
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return graph
+
+
+def graph_us(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> tuple[float, float]:
+    """Median and 90th percentile, in us per call, of replaying a graph of ``calls``; callers rotate the data they
+    read.
+    """
+    graph = captured(calls)
     samples = []
     for index in range(replays + 2):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

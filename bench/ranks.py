@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from context_rows import TOTAL_HEADS, batch_of
+from measure import captured
 from rows import POOL_BYTES, TOPK, filled_cache
 
 import blockpick
@@ -32,13 +33,7 @@ LAYERS, REPLAYS = 16, 15
 
 def together_us(start: Callable[[], object], calls: list[Callable[[], object]]) -> float:
     """Median us of one of ``calls`` in a graph; ``start`` is an exchange that lines the ranks up before each replay."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = captured(calls)
     samples = []
     for index in range(REPLAYS + 2):
         torch.distributed.barrier()

@@ -413,13 +413,13 @@ def open_twice(context: Rank) -> str:
     payloads = group._gather(buffer._own.payload)
     other = payloads[1 - context.rank]
     again = group._memory.open("ipc", other, buffer.size, None)
-    (entry,) = [entry for key, entry in module._mapped.items() if key[2] == other]
+    (entry,) = [entry for key, entry in module._mapped.entries.items() if key[2] == other]
     counted = entry[1]
     same = again.address == buffer.addresses[1 - context.rank]
     again.close()
-    still = (group._memory._index, "ipc", other) in module._mapped
+    still = (group._memory._index, "ipc", other) in module._mapped.entries
     group.close_buffer(buffer)
-    gone = not module._mapped
+    gone = not module._mapped.entries
     return (
         "mapped once, counted twice" if same and counted == 2 and still and gone else f"{same} {counted} {still} {gone}"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -151,6 +151,37 @@ class MappedMemory(Protocol):
 
     def close(self) -> None:
         """Unmap it."""
+
+
+class CountedMappings:
+    """Mappings of a process by what they were opened from: opening one export twice gives one mapping, counted."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Hashable, list[Any]] = {}  # key -> [mapping, times opened]
+
+    def open(self, key: Hashable, make: Callable[[], MappedMemory]) -> CountedMapping:
+        """The mapping under ``key``, made by ``make`` if there is none."""
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self.entries[key] = [make(), 0]
+        entry[1] += 1
+        return CountedMapping(self.entries, key)
+
+
+class CountedMapping:
+    """One of the times that a mapping was opened; the last close unmaps it."""
+
+    def __init__(self, entries: dict[Hashable, list[Any]], key: Hashable) -> None:
+        self._entries, self._key = entries, key
+        self.address: int = entries[key][0].address
+
+    def close(self) -> None:
+        """Close it once."""
+        entry = self._entries[self._key]
+        entry[1] -= 1
+        if entry[1] == 0:
+            del self._entries[self._key]
+            entry[0].close()
 
 
 class HostWord(Protocol):

@@ -11,14 +11,14 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from blockpick.backend_api import Address
+from blockpick.backend_api import Address, CountedMapping, CountedMappings
 from blockpick.errors import DriverError, PeerError
 
 from .driver_calls import check
 
 HANDLE_TYPES = {"posix_fd": "POSIX_FILE_DESCRIPTOR", "fabric": "FABRIC"}
 HANDLE_BYTES = 64
-_mapped: dict[tuple[int, str, bytes], list[Any]] = {}  # (device, kind, payload) -> [mapping, times opened]
+_mapped = CountedMappings()  # by device, kind and payload
 
 
 class CudaPeerMemory:
@@ -87,19 +87,15 @@ class CudaPeerMemory:
         """
         if kind != "posix_fd" and len(payload) != HANDLE_BYTES:
             raise PeerError(f"the driver's handle has {HANDLE_BYTES} bytes, got {len(payload)}")
-        key = (self._index, kind, payload)
-        entry = _mapped.get(key) if payload else None
-        if entry is None:
+
+        def make() -> IpcMapping | VirtualAllocation:
             with self.current():
                 if kind == "ipc":
-                    mapping: Any = IpcMapping(self, payload)
-                else:
-                    mapping = VirtualAllocation.imported(self, size, kind, payload, descriptor)
-            entry = [mapping, 0]
-            if payload:
-                _mapped[key] = entry
-        entry[1] += 1
-        return CountedMapping(key, entry)
+                    return IpcMapping(self, payload)
+                return VirtualAllocation.imported(self, size, kind, payload, descriptor)
+
+        # every descriptor that arrives is an export of its own
+        return _mapped.open((self._index, kind, payload) if payload else object(), make)
 
     def host_word(self) -> PinnedWord:
         """A word that kernels can store to, 0 at first."""
@@ -231,21 +227,6 @@ class VirtualAllocation:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-
-
-class CountedMapping:
-    """One of the times that a mapping was opened; the last close unmaps it."""
-
-    def __init__(self, key: tuple[int, str, bytes], entry: list[Any]) -> None:
-        self._key, self._entry = key, entry
-        self.address: int = entry[0].address
-
-    def close(self) -> None:
-        """Close it once."""
-        self._entry[1] -= 1
-        if self._entry[1] == 0:
-            _mapped.pop(self._key, None)
-            self._entry[0].close()
 
 
 class PinnedWord:

@@ -10,14 +10,14 @@ from typing import Any
 
 from hip import hip
 
-from blockpick.backend_api import Address
+from blockpick.backend_api import Address, CountedMapping, CountedMappings
 from blockpick.errors import DriverError, PeerError
 
 from .driver_calls import check
 
 UNCACHED = 3  # hipDeviceMallocUncached: what a peer stores is seen without cache maintenance
 HANDLE_BYTES = 64
-_mapped: dict[tuple[int, bytes], list[Any]] = {}  # (device, payload) -> [mapping, times opened]
+_mapped = CountedMappings()  # by device and payload
 
 
 class RocmPeerMemory:
@@ -81,13 +81,12 @@ class RocmPeerMemory:
         """
         if len(payload) != HANDLE_BYTES:
             raise PeerError(f"HIP's handle has {HANDLE_BYTES} bytes, got {len(payload)}")
-        key = (self._index, payload)
-        entry = _mapped.get(key)
-        if entry is None:
+
+        def make() -> IpcMapping:
             with self.current():
-                entry = _mapped[key] = [IpcMapping(self, payload), 0]
-        entry[1] += 1
-        return CountedMapping(key, entry)
+                return IpcMapping(self, payload)
+
+        return _mapped.open((self._index, payload), make)
 
     def host_word(self) -> PinnedWord:
         """A word that kernels can store to, 0 at first."""
@@ -144,21 +143,6 @@ class IpcMapping:
         """Unmap it."""
         with self._owner.current():
             check(hip.hipIpcCloseMemHandle(self.address), "hipIpcCloseMemHandle")
-
-
-class CountedMapping:
-    """One of the times that a mapping was opened; the last close unmaps it."""
-
-    def __init__(self, key: tuple[int, bytes], entry: list[Any]) -> None:
-        self._key, self._entry = key, entry
-        self.address: int = entry[0].address
-
-    def close(self) -> None:
-        """Close it once."""
-        self._entry[1] -= 1
-        if self._entry[1] == 0:
-            del _mapped[self._key]
-            self._entry[0].close()
 
 
 class PinnedWord:

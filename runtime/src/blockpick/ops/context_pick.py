@@ -19,7 +19,7 @@ from ..dispatch import Choice, Need, select
 from ..layout import HEAD_DIM, page_stride_bytes
 from ..manifest import KernelPackage
 from ..plan import DecodePlan
-from .decode_pick import PLAN_ARGS, SCORE_ARGS, cache_needs
+from .decode_pick import PLAN_ARGS, SCORE_ARGS, select_scorers
 from .selection import Bind
 from .sparse_table import SparseTable, table_form
 
@@ -60,21 +60,14 @@ class ContextKernels:
         KernelNotInstalledError
             When a role has no variant; the message lists every candidate with its reason.
         """
-        cache = cache_needs(config, config.rounding(package.nvfp4_rounding))
-
-        def columns(query_len: int) -> list[Need]:
-            return [*cache, Need("columns", share.total_heads * query_len, at_least=True)]
-
-        family = select(package, "decode_score", columns(config.max_query_len), route).variant.op
-        score = [
-            select(package, "decode_score", columns(length), route, family)
-            for length in range(1, config.max_query_len + 1)
-        ]
         topk = [Need("topk", config.topk, at_least=True)]
         return cls(
-            select(package, "decode_plan", [], route), select(package, "exchange_queries", [], route), tuple(score),
-            select(package, "push_candidates", topk, route), select(package, "merge_ranks", topk, route),
-        )  # fmt: skip
+            plan=select(package, "decode_plan", [], route),
+            exchange=select(package, "exchange_queries", [], route),
+            score=select_scorers(package, config, share.total_heads, route),
+            push=select(package, "push_candidates", topk, route),
+            merge=select(package, "merge_ranks", topk, route),
+        )
 
     @property
     def choices(self) -> tuple[Choice, ...]:

@@ -51,20 +51,30 @@ def select_decode(package: KernelPackage, config: IndexerConfig, route: str) -> 
     KernelNotInstalledError
         When a role has no variant; the message lists every candidate with its reason.
     """
+    return DecodeKernels(
+        plan=select(package, "decode_plan", [], route),
+        score=select_scorers(package, config, config.num_heads, route),
+        selection=Selection.choose(package, config, route),
+    )
+
+
+def select_scorers(package: KernelPackage, config: IndexerConfig, num_heads: int, route: str) -> tuple[Choice, ...]:
+    """The scorer of every query length for ``num_heads`` heads, all of the op that serves the longest: one numeric
+    family.
+
+    Raises
+    ------
+    KernelNotInstalledError
+        When there is none; the message lists every candidate with its reason.
+    """
     cache = cache_needs(config, config.rounding(package.nvfp4_rounding))
 
     def columns(query_len: int) -> list[Need]:
-        return [*cache, Need("columns", config.num_heads * query_len, at_least=True)]
+        return [*cache, Need("columns", num_heads * query_len, at_least=True)]
 
     family = select(package, "decode_score", columns(config.max_query_len), route).variant.op
-    return DecodeKernels(
-        plan=select(package, "decode_plan", [], route),
-        score=tuple(
-            select(package, "decode_score", columns(length), route, family)
-            for length in range(1, config.max_query_len + 1)
-        ),
-        selection=Selection.choose(package, config, route),
-    )
+    lengths = range(1, config.max_query_len + 1)
+    return tuple(select(package, "decode_score", columns(length), route, family) for length in lengths)
 
 
 class DecodePick:

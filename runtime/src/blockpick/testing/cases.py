@@ -16,9 +16,9 @@ from .reference import block_scores, insert_reference, query_positions, select_b
 SENTINEL = -77
 # Largest error of a score relative to its block's largest sum of |q| * |k| over the dims: fp32 accumulation of 128
 # exact products. 2^-24 is the unit roundoff; a matrix unit may lose a few of them.
-# Hopper's fp8 MMA keeps 13 bits below the largest addend of an instruction and truncates the rest (published analyses of
-# its accumulator): each of the 128 products, and the sum that is carried into each of the 4 instructions, loses less than
-# 2^-13 of the largest. The largest loss measured is an eighth of that bound: 2.0e-3, where one dim dominates.
+# Hopper's fp8 MMA keeps 13 bits below the largest addend of an instruction and truncates the rest (published analyses
+# of its accumulator): each of the 128 products, and the sum that is carried into each of the 4 instructions, loses
+# less than 2^-13 of the largest. The largest loss measured is an eighth of that: 2.0e-3, where one dim dominates.
 SCORE_TOLERANCE = {"bf16": 1e-6, "e4m3fn": 1e-6, "nvfp4": 1e-6, "fp8 MMA": (128 + 4) * 2.0**-13}
 
 
