@@ -361,13 +361,17 @@ def sleep_and_wake(context: Rank, case: ContextCase) -> list[str]:
     before = indexer.decode(context.kept["plan"], q, cache, out).clone()
     indexer.sleep()
     problems = []
-    try:
-        indexer.decode(context.kept["plan"], q, cache, out)
-        problems.append("a sleeping indexer decodes")
-    except blockpick.StalePlanError:
-        pass
-    indexer.wake()
     table, lens, query_len = context.kept["batch"]
+    for call in (
+        lambda: indexer.decode(context.kept["plan"], q, cache, out),
+        lambda: indexer.plan_decode(table, lens, query_len=query_len),
+    ):
+        try:
+            call()
+            problems.append("a sleeping indexer works")
+        except blockpick.StalePlanError:
+            pass
+    indexer.wake()
     plan = indexer.plan_decode(table, lens, query_len=query_len)
     if not torch.equal(indexer.decode(plan, q, cache, torch.full_like(out, SENTINEL)), before):
         problems.append("other ids after waking")

@@ -12,7 +12,7 @@ from ..backend_api import DeviceInfo
 from ..config import IndexerConfig, Memory
 from ..device import on_device
 from ..dispatch import find_package
-from ..errors import PeerError
+from ..errors import PeerError, StalePlanError
 from ..parallel.heads import HeadShare
 from ..plan import DecodePlan
 from .context_pick import ContextKernels, ContextPick, ContextSizes
@@ -40,6 +40,7 @@ class ContextEngine(KernelEngine):
         per_unit = max(int(choice.variant.launch["units_per_cu"]) for choice in self.context_kernels.score)
         self._shapes = self.context_sizes.shapes(self._compute_units * per_unit, group.transport == "collective")
         self._exchange: PeerBuffer | None = None
+        self._open = False
 
     def memory(self) -> Memory:
         """Bytes that :meth:`allocate` takes, by purpose; the exchange buffer is the driver's and shared with peers."""
@@ -59,6 +60,8 @@ class ContextEngine(KernelEngine):
 
     def reopen(self) -> None:
         """Open the exchange buffer on all ranks and bind the launches to it."""
+        if self._open:
+            return
         addresses: list[int] = []
         if self.group.transport == "peer":
             self._exchange = self.group.open_buffer(self.context_sizes.exchange_bytes)
@@ -67,16 +70,18 @@ class ContextEngine(KernelEngine):
             self.context_kernels, self.context_sizes, self._compute_units, self.context_buffers, self.group, addresses,
             self._bind,
         )  # fmt: skip
+        self._open = True
 
     def close(self) -> None:
         """Close the exchange buffer on all ranks."""
+        self._open = False
         if self._exchange is not None:
             self.group.close_buffer(self._exchange)
             self._exchange = None
 
     def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Launch the plan of this rank's share of the blocks."""
-        self.group.check()
+        self._check("plan_decode")
         with on_device(self.device):
             self.context.plan(block_table, seq_lens, query_len)
 
@@ -85,7 +90,7 @@ class ContextEngine(KernelEngine):
         sparse: SparseTable | None = None,
     ) -> None:  # fmt: skip
         """Launch one layer's chain; whatever keeps it from being launched whole is told to the peers."""
-        self.group.check()
+        self._check("decode")
         try:
             with on_device(self.device):
                 self.context.run(plan, q, cache, out_thk, sparse)
@@ -94,6 +99,12 @@ class ContextEngine(KernelEngine):
         except Exception as error:
             self.group.abort(f"{type(error).__name__}: {error}")
             raise
+
+    def _check(self, call: str) -> None:
+        """Raise when a rank has failed, or the exchange buffer is not there."""
+        if not self._open:
+            raise StalePlanError(f"{call}: the indexer's exchange buffer is closed; call wake() on all ranks first")
+        self.group.check()
 
     def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
         """Exchange the queries and score the own blocks only."""
