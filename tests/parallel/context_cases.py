@@ -119,6 +119,7 @@ CASES = [
     ContextCase("topk-1", lens=(2500, 129), topk=1, query_len=1),
     ContextCase("block-zero-htk", lens=(0, 300, 2500), empty_row="block_zero", out_layout="htk", order="local_last"),
     ContextCase("q8", "nvfp4", lens=(2500, 7, 641), rounding="exact", query_len=8, order="local_last"),
+    *[ContextCase(f"q{length}", lens=(700, 5), query_len=length) for length in (4, 5, 6, 7)],
     ContextCase("short", lens=(1, 128, 129, 640), query_len=1),  # ranks with no, one or two blocks
     ContextCase("special-bf16", data="special", query_len=3),
     ContextCase("special-e4m3fn", "e4m3fn", data="special", query_len=3),

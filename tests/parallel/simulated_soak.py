@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from parallel.context_cases import SENTINEL, TOTAL_HEADS, ContextCase, heads_of, turned
-from parallel.tasks import BANK
+from parallel.tasks import BANK, LAYERS
 
 from blockpick import Indexer
 from blockpick.testing.simulated import simulated_groups
@@ -28,7 +28,7 @@ class StreamRank:
             **case.options,
         )  # fmt: skip
         self.lens, self.q = self.bank[0][0].clone(), self.bank[0][1].clone()
-        self.out = torch.empty_like(self.bank[0][2])
+        self.out = torch.empty(LAYERS, *self.bank[0][2].shape, dtype=torch.int32, device="cuda")
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def prepare(self, turn: int) -> Any:
@@ -40,12 +40,13 @@ class StreamRank:
         return self.indexer.plan_decode(self.table, self.lens, query_len=self.query_len)
 
     def capture(self) -> None:
-        """A graph of one layer."""
+        """A graph of several layers."""
         with torch.cuda.stream(self.stream):
             plan = self.prepare(0)
             self.graph = torch.cuda.CUDAGraph()
             self.graph.capture_begin()
-            self.indexer.decode(plan, self.q, self.cache, self.out)
+            for layer in range(LAYERS):
+                self.indexer.decode(plan, self.q, self.cache, self.out[layer])
             self.graph.capture_end()
 
     def warm_up(self) -> None:

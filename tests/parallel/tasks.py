@@ -93,6 +93,7 @@ def sleep(context: Rank, seconds: float) -> None:
 __all__ = ["blockpick", "decode", "drop_group", "make_group", "make_indexer", "open_files", "pid", "place", "sleep"]
 
 
+LAYERS = 2  # of one graph
 BANK = ((2500, 2304, 641), (5, 0, 130), (2500, 1, 2559), (0, 0, 0))  # long, all short, mixed, nothing
 
 
@@ -110,14 +111,18 @@ def soak(context: Rank, case: ContextCase, calls: int, slow_rank: int) -> list[i
         plan = alone.plan_decode(table, lengths[turn], query_len=case.query_len)
         expected.append(alone.decode(plan, queries[turn], cache, out)[:, heads].contiguous())
     indexer = make_indexer(context, case)
-    own, out = q[:, heads].contiguous(), torch.empty_like(expected[0])
+    own, out = q[:, heads].contiguous(), torch.empty(LAYERS, *expected[0].shape, dtype=torch.int32, device=device)
 
     def plan_and_copy(turn: int) -> Any:
         lens.copy_(lengths[turn])
         own.copy_(queries[turn][:, heads])
         return indexer.plan_decode(table, lens, query_len=case.query_len)
 
-    run = captured(lambda plan: indexer.decode(plan, own, cache, out), plan_and_copy(0))
+    def layers(plan: Any) -> None:
+        for layer in range(LAYERS):
+            indexer.decode(plan, own, cache, out[layer])
+
+    run = captured(layers, plan_and_copy(0))
     context.kept["group"].started()
     wrong = torch.zeros(calls, dtype=torch.bool, device=device)
     for call in range(calls):
@@ -317,6 +322,44 @@ CHANGES = {
 }
 
 
+def different_indexers(context: Rank, options: list[dict[str, Any]]) -> str:
+    """Make an indexer with this rank's options; the error."""
+    try:
+        Indexer(
+            blockpick.CacheLayout("bf16"), num_heads=2, max_requests=2, max_seq_len=1024, parallel="context",
+            group=context.kept["group"], **place(context), **options[context.rank % len(options)],
+        ).close()  # fmt: skip
+    except (blockpick.PeerError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fail_in_arguments(context: Rank) -> str:
+    """Call decode with a wrong tensor on this rank only."""
+    q, cache, out = context.kept["tensors"]
+    try:
+        context.kept["indexer"].decode(context.kept["plan"], q[:, :0], cache, out)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def use_after_close(context: Rank) -> list[str]:
+    """Calls after the group was closed; errors."""
+    group, indexer = context.kept["group"], context.kept["indexer"]
+    table, lens, query_len = context.kept["batch"]
+    group.close()
+    told = []
+    for call in (group.check, lambda: indexer.plan_decode(table, lens, query_len=query_len)):
+        try:
+            call()
+        except blockpick.PeerError as error:
+            told.append(str(error))
+    indexer.close()
+    group.close()
+    return told
+
+
 def different_sizes(context: Rank) -> str:
     """Every rank asks for another size."""
     try:
@@ -449,3 +492,38 @@ def make_nccl_group(context: Rank) -> str:
     nccl = torch.distributed.new_group(backend="nccl")
     context.kept["group"] = RankGroup(nccl, device=device, transport="collective")
     return context.kept["group"].explain()
+
+
+def started(context: Rank) -> None:
+    """End start-up."""
+    context.kept["group"].started()
+
+
+def what_is_said(context: Rank) -> str:
+    """Which limit ``explain`` names."""
+    return "serving" if "(serving)" in context.kept["group"].explain() else "start-up"
+
+
+def many_heads(context: Rank) -> list[str]:
+    """Eight heads over two ranks, 64 blocks each: what a rank reads lies far behind the first head's."""
+    where, generator = place(context), torch.Generator().manual_seed(9)
+    layout, blocks = blockpick.CacheLayout("bf16"), 70
+    cache = layout.empty(blocks, "cpu")
+    keys = torch.randint(-2, 3, (blocks * 128, 128), generator=generator).bfloat16()
+    blockpick.insert(layout, cache, keys, torch.arange(len(keys)), backend="reference")
+    q = torch.randint(-2, 3, (1, 8, 128), generator=generator).bfloat16()[:, 4 * context.rank :][:, :4].contiguous()
+    table, lens = torch.arange(blocks, dtype=torch.int32).view(1, -1), torch.tensor([len(keys)], dtype=torch.int32)
+    cache, q, table, lens = (tensor.to(where["device"]) for tensor in (cache, q, table, lens))
+    options: dict[str, Any] = {"num_heads": 4, "topk": 64, "max_requests": 1, "max_seq_len": len(keys)}
+    alone = Indexer(layout, device=where["device"], backend="reference", **options)
+    group = context.kept["group"]
+    spread = Indexer(layout, parallel="context", group=group, total_heads=8, **where, **options)
+    problems = []
+    for call in range(2):
+        found, expected = (torch.empty(1, 4, 64, dtype=torch.int32, device=q.device) for _ in range(2))
+        alone.decode(alone.plan_decode(table, lens, query_len=1), q, cache, expected)
+        spread.decode(spread.plan_decode(table, lens, query_len=1), q, cache, found)
+        if not torch.equal(found, expected):
+            problems.append(f"rank {context.rank} call {call}: {found.flatten().tolist()[:8]}...")
+    spread.close()
+    return problems

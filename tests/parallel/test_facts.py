@@ -72,6 +72,8 @@ def test_unproven_memory_is_used_when_asked_for():
         ({"version": "0.2.0"}, "ranks differ in version: '0.1.0' on rank 0, '0.2.0' on rank 2"),
         ({"asked": ("peer", None, 5.0, 120.0)}, "ranks differ in asked"),
         ({"vendor": "rocm"}, "ranks differ in vendor"),
+        ({"compute_units": 78}, "ranks differ in compute_units: 132 on rank 0, 78 on rank 2"),
+        ({"driver": "CUDA 12.8"}, "ranks differ in driver"),
     ],
 )
 def test_ranks_that_differ_are_refused(change, told):

@@ -69,6 +69,57 @@ def test_an_exception_on_one_rank_ends_the_waits_of_the_others(ranks):
     assert [len(rank) for rank in raised] == [3, 3]
 
 
+def test_a_wrong_argument_on_one_rank_ends_the_waits_of_the_others(ranks):
+    ranks.run(tasks.make_group, PATIENT)
+    ranks.run(tasks.prepare, CASE)
+    ranks.start(tasks.decode_once, ranks=[0])
+    ranks.start(tasks.fail_in_arguments, ranks=[1])
+    seconds, told = ranks.finish()
+    assert "q: " in told and seconds < 30.0
+    raised = ranks.run(tasks.what_raises)
+    assert all("rank 1 aborted: ValueError: q: " in text for rank in raised for _, text, _ in rank)
+
+
+def test_the_serving_limit_holds_after_startup(ranks):
+    """Before ``started`` a rank may be late for longer; after it no more, and a new buffer begins start-up again."""
+    ranks.run(tasks.make_group, {**LIMITS, "startup_timeout_s": 60.0})
+    ranks.run(tasks.prepare, CASE)
+    ranks.start(tasks.decode_once, ranks=[0])
+    time.sleep(2 * LIMITS["timeout_s"] + 1)
+    ranks.start(tasks.decode_once, ranks=[1])
+    ranks.finish()
+    assert ranks.run(tasks.what_is_said) == ["start-up"] * 2
+    ranks.run(tasks.started)
+    assert ranks.run(tasks.what_is_said) == ["serving"] * 2
+    ranks.start(tasks.replay_layers, 1, ranks=[0])
+    ranks.finish(ranks=[0])
+    ranks.start(tasks.what_raises, ranks=[0])
+    assert all("waited in vain for rank 1" in text for _, text, _ in ranks.finish(ranks=[0])[0])
+
+
+@pytest.mark.parametrize(
+    "options,told",
+    [
+        ([{"init_blocks": 1}, {"init_blocks": 2}], "they must be the same"),
+        ([{"order": "score"}, {"order": "local_last"}], "they must be the same"),
+        ([{"max_requests": 2}, {"max_requests": 2, "topk": 8}], "they must be the same"),
+    ],
+)
+def test_indexers_that_differ_are_refused_on_all_ranks(ranks, options, told):
+    ranks.run(tasks.make_group, PATIENT)
+    options = [{key: value for key, value in choice.items() if key != "max_requests"} for choice in options]
+    found = ranks.run(tasks.different_indexers, options)
+    assert all(told in text and "rank 1 has" in text for text in found), found
+    assert ranks.run(tasks.decode, CASE) == [[], []]
+
+
+def test_nothing_is_launched_after_the_group_is_closed(ranks):
+    ranks.run(tasks.make_group, PATIENT)
+    ranks.run(tasks.prepare, CASE)
+    for told in ranks.run(tasks.use_after_close):
+        assert len(told) == 2 and all("the group is closed" in text for text in told)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_killed_at_any_stage(stage):
     """Two of four ranks survive, raise within ten seconds, and decode in a group of their own."""
@@ -128,7 +179,10 @@ def test_groups_come_and_go_without_a_trace(ranks):
 
 def test_sleeping_gives_the_memory_back(ranks):
     ranks.run(tasks.make_group, PATIENT)
-    assert ranks.run(tasks.sleep_and_wake, CASE) == [[], []]
+    before = ranks.run(tasks.open_files)
+    for _ in range(10 if torch.cuda.is_available() else 3):
+        assert ranks.run(tasks.sleep_and_wake, CASE) == [[], []]
+    assert ranks.run(tasks.open_files) == before
 
 
 def test_a_group_over_some_ranks_then_all():

@@ -222,6 +222,9 @@ class PeerMemory(Protocol):
     def write(self, address: int, data: bytes) -> None:
         """Write to device memory, also a peer's, beside kernels that run; returns when it is there."""
 
+    def close(self) -> None:
+        """Let the driver's objects go that reading and writing took."""
+
 
 @runtime_checkable
 class PeerMemoryProvider(Protocol):

@@ -56,6 +56,10 @@ class Spread:
                 f"Indexer: slots={config.slots} with parallel='context': exchanges of two batches in flight would wait "
                 "for one another; supported: 1"
             )
+        if self.group.size not in (1, *RANKS):
+            raise UnsupportedConfigError(
+                f"Indexer: {self.group.size} ranks can't share decode; supported: {', '.join(map(str, RANKS))}"
+            )
         if self.group.device != device:
             raise UnsupportedConfigError(f"Indexer: device {device}, but the group was made for {self.group.device}")
 

@@ -267,12 +267,13 @@ class Indexer:
         RuntimeError
             Inside a graph capture.
         """
-        check_not_capturing(self.device, "plan_decode")
         config = self.config
-        check_slot(config, slot)
-        check_int("query_len", query_len, 1, config.max_query_len, f"max_query_len={config.max_query_len}")
-        check_table(config, self.device, block_table, seq_lens)
-        return self._launch_decode_plan(block_table, seq_lens, query_len, slot)
+        with self._engine.telling():
+            check_not_capturing(self.device, "plan_decode")
+            check_slot(config, slot)
+            check_int("query_len", query_len, 1, config.max_query_len, f"max_query_len={config.max_query_len}")
+            check_table(config, self.device, block_table, seq_lens)
+            return self._launch_decode_plan(block_table, seq_lens, query_len, slot)
 
     def _launch_decode_plan(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int, slot: int
@@ -460,6 +461,16 @@ class Indexer:
         if torch.compiler.is_compiling():
             call_decode(q, cache, out, self._handles[plan.slot], allow_padding, sparse_table)
             return out
+        with self._engine.telling():
+            self._check_decode(plan, q, cache, out, allow_padding, sparse_table)
+            self._launch_decode(plan, q, cache, out, sparse_table)
+        return out
+
+    def _check_decode(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, allow_padding: bool,
+        sparse_table: SparseTable | None,
+    ) -> None:  # fmt: skip
+        """Raise unless :meth:`decode` may launch; what passed once is only compared."""
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: must be a DecodePlan, is {type(plan).__name__}")
         self._check_current(plan)
@@ -473,8 +484,6 @@ class Indexer:
                 blocks = attention_blocks(self.config, plan)
                 check_sparse_table(self.config, self.device, sparse_table, plan.num_requests, q.shape[0], blocks)
             self._accept(facts)
-        self._launch_decode(plan, q, cache, out, sparse_table)
-        return out
 
     def _launch_decode(
         self,

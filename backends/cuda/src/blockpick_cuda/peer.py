@@ -91,7 +91,7 @@ class CudaPeerMemory:
         def make() -> IpcMapping | VirtualAllocation:
             with self.current():
                 if kind == "ipc":
-                    return IpcMapping(self, payload)
+                    return IpcMapping(self, payload, size)
                 return VirtualAllocation.imported(self, size, kind, payload, descriptor)
 
         # every descriptor that arrives is an export of its own
@@ -118,6 +118,14 @@ class CudaPeerMemory:
             stream = self._own_stream()
             check(driver.cuMemcpyHtoDAsync(address, ctypes.addressof(source), len(data), stream), "cuMemcpyHtoDAsync")
             check(driver.cuStreamSynchronize(stream), "cuStreamSynchronize")
+
+    def close(self) -> None:
+        """Destroy the own stream and let the primary context go."""
+        if self._stream is not None:
+            with self.current():
+                check(driver.cuStreamDestroy(self._stream), "cuStreamDestroy")
+            self._stream = None
+        check(driver.cuDevicePrimaryCtxRelease(self._device), "cuDevicePrimaryCtxRelease")
 
     def _own_stream(self) -> Any:
         if self._stream is None:
@@ -148,12 +156,16 @@ class IpcAllocation:
 class IpcMapping:
     """Another process's allocation, opened by its legacy handle."""
 
-    def __init__(self, owner: CudaPeerMemory, payload: bytes) -> None:
+    def __init__(self, owner: CudaPeerMemory, payload: bytes, size: int) -> None:
         handle = driver.CUipcMemHandle()
         handle.reserved = payload
         flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         self._owner = owner
         self.address = int(check(driver.cuIpcOpenMemHandle(handle, flags.value), "cuIpcOpenMemHandle"))
+        code, _, found = driver.cuMemGetAddressRange(self.address)
+        if code != driver.CUresult.CUDA_SUCCESS or int(found) < size:
+            self.close()
+            raise PeerError(f"the mapped memory has {int(found)} bytes, {size} were announced")
 
     def close(self) -> None:
         """Unmap it."""

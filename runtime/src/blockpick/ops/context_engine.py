@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +14,9 @@ from ..backend_api import DeviceInfo
 from ..config import IndexerConfig, Memory
 from ..device import on_device
 from ..dispatch import find_package
-from ..errors import PeerError, StalePlanError
+from ..errors import PeerError, StalePlanError, UnsupportedConfigError
 from ..parallel.heads import HeadShare
-from ..plan import DecodePlan
+from ..plan import DecodePlan, PrefillPlan
 from .context_pick import ContextKernels, ContextPick, ContextSizes
 from .engine import KernelEngine
 from .sparse_table import SparseTable
@@ -53,9 +55,27 @@ class ContextEngine(KernelEngine):
         return Memory(super().memory().items + own + peers)
 
     def allocate(self) -> None:
-        """Allocate everything, open the exchange buffer on all ranks, and bind the launches."""
-        super().allocate()
-        self.context_buffers = {n: torch.zeros(s, dtype=d, device=self.device) for n, s, d in self._shapes}
+        """Allocate everything, open the exchange buffer on all ranks, and bind the launches.
+
+        Raises
+        ------
+        PeerError
+            On all ranks, when memory is short on one, or ranks were configured differently.
+        """
+
+        def act() -> tuple[str, ...]:
+            KernelEngine.allocate(self)
+            self.context_buffers = {n: torch.zeros(s, dtype=d, device=self.device) for n, s, d in self._shapes}
+            kernels = ", ".join(choice.variant.name for choice in self.context_kernels.choices)
+            return str(self.config), str(self.share), self.rounding, kernels, f"{self._compute_units} compute units"
+
+        answers = self.group.together(act, "Indexer: can't allocate")
+        for rank, answer in enumerate(answers):
+            for ours, theirs in zip(answers[0], answer, strict=True):
+                if ours != theirs:
+                    raise PeerError(
+                        f"Indexer: rank 0 has {ours}, rank {rank} has {theirs}; they must be the same", rank
+                    )
         self.reopen()
 
     def reopen(self) -> None:
@@ -85,20 +105,30 @@ class ContextEngine(KernelEngine):
         with on_device(self.device):
             self.context.plan(block_table, seq_lens, query_len)
 
-    def decode(
-        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
-        sparse: SparseTable | None = None,
-    ) -> None:  # fmt: skip
-        """Launch one layer's chain; whatever keeps it from being launched whole is told to the peers."""
-        self._check("decode")
+    def plan_prefill(self, plan: PrefillPlan, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Launch the prefill plan; a failed rank is told here too."""
+        self.group.check()
+        super().plan_prefill(plan, cu_seqlens_q, seq_lens)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What keeps this rank from a call that all ranks make is told to the peers, so that they don't wait for it."""
         try:
-            with on_device(self.device):
-                self.context.run(plan, q, cache, out_thk, sparse)
+            yield
         except PeerError:
             raise
         except Exception as error:
             self.group.abort(f"{type(error).__name__}: {error}")
             raise
+
+    def decode(
+        self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor, out_thk: torch.Tensor,
+        sparse: SparseTable | None = None,
+    ) -> None:  # fmt: skip
+        """Launch one layer's chain."""
+        self._check("decode")
+        with on_device(self.device):
+            self.context.run(plan, q, cache, out_thk, sparse)
 
     def _check(self, call: str) -> None:
         """Raise when a rank has failed, or the exchange buffer is not there."""
@@ -107,10 +137,14 @@ class ContextEngine(KernelEngine):
         self.group.check()
 
     def score_decode(self, plan: DecodePlan, q: torch.Tensor, cache: torch.Tensor) -> None:
-        """Exchange the queries and score the own blocks only."""
-        with on_device(self.device):
-            self.context.exchange(plan, q)
-            self.context.score(plan, cache)
+        """Scores alone belong to one rank.
+
+        Raises
+        ------
+        UnsupportedConfigError
+            Always: an exchange without its merge would leave the epoch where it is.
+        """
+        raise UnsupportedConfigError("scores alone: not with parallel='context'; use an indexer of one rank")
 
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """Scores of this rank's blocks for all heads of the group as [B, L, heads, own blocks] fp32."""

@@ -103,6 +103,12 @@ class ContextSizes:
         return -(-self.own_blocks // 32) * 32
 
     @property
+    def gathered_control_words(self) -> int:
+        """Zeros before gathered candidates: a rank looks for control words at its first head, and must find none."""
+        heads = -(-self.share.total_heads * self.config.topk * 2 // CONTROL_WORDS)
+        return (1 + heads) * CONTROL_WORDS
+
+    @property
     def query_bytes(self) -> int:
         """Of the words of all queries of one call."""
         return self.max_tokens * self.share.total_heads * self.row_words * WORD_BYTES
@@ -120,6 +126,7 @@ class ContextSizes:
     def shapes(self, num_units: int, collective: bool) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         """Buffers of a rank besides the exchange buffer."""
         config, tokens, heads = self.config, self.max_tokens, self.share.total_heads
+        control = self.gathered_control_words
         own: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
             ("header", (16,), torch.int32),
             ("positions", (tokens,), torch.int32),
@@ -135,8 +142,8 @@ class ContextSizes:
         if collective:
             own += (
                 ("gathered_queries", (self.share.size * tokens * config.num_heads * self.row_words,), torch.int32),
-                ("candidates", (CONTROL_WORDS + tokens * heads * config.topk * 2,), torch.int64),
-                ("gathered", (CONTROL_WORDS + self.share.size * tokens * heads * config.topk * 2,), torch.int64),
+                ("candidates", (control + tokens * heads * config.topk * 2,), torch.int64),
+                ("gathered", (control + self.share.size * tokens * heads * config.topk * 2,), torch.int64),
             )  # fmt: skip
         return own
 
@@ -245,8 +252,10 @@ class ContextPick:
         sizes, share = self._sizes, self._sizes.share
         row = sizes.config.topk * 2
         if self._collective:
-            return {"region_bytes": CONTROL_BYTES, "parity_bytes": 0, "stride_row_t": share.total_heads * row,
-                    "stride_row_h": row, "stride_source": 0}  # fmt: skip
+            return {
+                "region_bytes": sizes.gathered_control_words * WORD_BYTES, "parity_bytes": 0,
+                "stride_row_t": share.total_heads * row, "stride_row_h": row, "stride_source": 0,
+            }  # fmt: skip
         return {
             "region_bytes": CONTROL_BYTES + 2 * sizes.query_bytes, "parity_bytes": sizes.candidate_bytes,
             "stride_row_t": share.num_heads * share.size * row, "stride_row_h": share.size * row, "stride_source": row,
@@ -302,8 +311,9 @@ class ContextPick:
         self._launches[plan.query_len - 1][2](grid, current_stream(device), stride, plan.num_requests)
         if self._collective:
             words = rows * self._sizes.config.topk * 2
-            gathered = self._buffers["gathered"][CONTROL_WORDS:][: self._sizes.share.size * words]
-            self._group.all_gather(gathered, self._buffers["candidates"][CONTROL_WORDS:][:words])
+            control = self._sizes.gathered_control_words
+            gathered = self._buffers["gathered"][control:][: self._sizes.share.size * words]
+            self._group.all_gather(gathered, self._buffers["candidates"][control:][:words])
 
     def merge(self, plan: DecodePlan, out_thk: torch.Tensor, sparse: SparseTable | None = None) -> None:
         """Merge the candidates of all ranks into the ids of the own heads."""

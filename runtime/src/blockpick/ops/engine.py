@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ from .decode_pick import DecodePick, select_decode, units_per_length
 from .prefill_pick import PrefillPick, select_prefill
 from .selection import Selection
 from .sparse_table import SparseTable
+
+NOBODY = nullcontext()
 
 
 class Engine(Protocol):
@@ -38,6 +41,9 @@ class Engine(Protocol):
 
     def reopen(self) -> None:
         """Share it anew."""
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Around a call that all ranks make: what this rank raises is told to the others."""
 
     def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Prepare the slot for a decode step; tensors are checked."""
@@ -125,6 +131,10 @@ class KernelEngine:
 
     def reopen(self) -> None:
         """Nothing is shared."""
+
+    def telling(self) -> AbstractContextManager[None]:
+        """There is nobody to tell."""
+        return NOBODY
 
     def _bind(self, choice: Choice, fixed: Mapping[str, Any], dynamic: tuple[str, ...]) -> Launch:
         return load(choice.variant, self.route, self._info).bind(fixed, dynamic)

@@ -18,6 +18,7 @@ from ..errors import PeerError
 FOLDER = Path("/dev/shm")
 ROW_BYTES = 512
 _ROW = struct.Struct("<qqqqH")  # process, its start time, lets go of how many buffers, aborted, bytes of the reason
+_ABORTED = struct.calcsize("<qqq")  # where the flag lies in a row
 _MAX_REASON = ROW_BYTES - _ROW.size
 POLL_S = 0.002
 
@@ -43,10 +44,12 @@ class Board:
         Of the group.
     create : bool
         Whether this rank makes the file.
+    common_pids : bool
+        Whether process numbers mean the same on all ranks; if not, every rank counts as alive.
     """
 
-    def __init__(self, name: str, size: int, rank: int, create: bool) -> None:
-        self._path, self._size, self._rank = FOLDER / name, size, rank
+    def __init__(self, name: str, size: int, rank: int, create: bool, common_pids: bool = True) -> None:
+        self._path, self._size, self._rank, self._common_pids = FOLDER / name, size, rank, common_pids
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
         descriptor = os.open(self._path, flags, 0o600)
         try:
@@ -85,15 +88,15 @@ class Board:
 
     def aborted(self) -> tuple[int, str] | None:
         """The first rank that said it failed, and why."""
-        for rank in range(self._size):
-            if self._row(rank)[3]:
+        for rank in range(self._size):  # asked at every call: one byte a rank
+            if self._memory[rank * ROW_BYTES + _ABORTED]:
                 return rank, self._row(rank)[4]
         return None
 
     def alive(self, rank: int) -> bool:
         """Whether a rank's process still runs."""
         pid, started, *_ = self._row(rank)
-        return pid != 0 and start_time(pid) == started
+        return not self._common_pids or (pid != 0 and start_time(pid) == started)
 
     def dead(self) -> list[int]:
         """Ranks whose process is gone."""

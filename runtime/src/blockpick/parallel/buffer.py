@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..backend_api import MappedMemory, PeerMemory, SharedMemory
-from ..errors import BlockpickError, PeerError
+from ..errors import BlockpickError, PeerError, UnsupportedConfigError
 from .descriptors import DescriptorServer, fetch_descriptor
 from .wire import GRANULE, Handle
 
@@ -33,6 +33,31 @@ class Membership:
     memory: PeerMemory
 
 
+def together(gather: Gather, act: Callable[[], Any], what: str) -> list[Any]:
+    """What ``act`` gives on every rank, in rank order.
+
+    Raises
+    ------
+    PeerError
+        On all ranks, if ``act`` raises on one: no rank goes on alone, and none waits for one that does not come.
+    UnsupportedConfigError
+        In its place on a rank where ``act`` raises that.
+    """
+    result, failure, cause = None, None, None
+    try:
+        result = act()
+    except Exception as error:
+        failure, cause = f"{type(error).__name__}: {error}", error
+    answers = gather((failure, result))
+    if isinstance(cause, UnsupportedConfigError):
+        raise cause
+    failed = [(rank, text) for rank, (text, _) in enumerate(answers) if text is not None]
+    if failed:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in failed)
+        raise PeerError(f"{what}: {told}", failed[0][0]) from cause
+    return [result for _, result in answers]
+
+
 class PeerBuffer:
     """One buffer per rank; ``addresses[r]`` is rank r's as this process maps it. Opened and closed by all ranks.
 
@@ -48,33 +73,27 @@ class PeerBuffer:
         self._mapped: list[MappedMemory] = []
         self._own: SharedMemory | None = None
         self.addresses: list[int] = []
-        server = None
-        if member.kind == "posix_fd":
-            server = DescriptorServer(member.token, member.rank, list(member.processes))
+        server: DescriptorServer | None = None
+
+        def export() -> tuple[bytes, str | None]:
+            nonlocal server
+            if member.kind == "posix_fd":
+                server = DescriptorServer(member.token, member.rank, list(member.processes))
+            return self._export(server)
+
+        what = f"peer buffer of {self.size} bytes"
         try:
-            offered = self._agreed(lambda: self._export(server), "allocate and export")
-            self._agreed(lambda: self._map(offered), "map")
+            offered = together(member.gather, export, f"{what}: can't allocate and export")
+            together(member.gather, lambda: self._map(offered), f"{what}: can't map")
         except BaseException:
             self.unmap()
+            with suppress(PeerError):  # all ranks are here: nobody frees what another still maps
+                member.gather(None)
             self.free()
             raise
         finally:
             if server is not None:
                 server.close()
-
-    def _agreed(self, act: Callable[[], Any], what: str) -> list[Any]:
-        """What ``act`` gives on every rank; raises on all of them if it fails on one."""
-        result, failure = None, None
-        try:
-            result = act()
-        except Exception as error:  # whatever it is, the others must not wait for this rank
-            failure = f"{type(error).__name__}: {error}"
-        answers = self._member.gather((failure, result))
-        failed = [(rank, text) for rank, (text, _) in enumerate(answers) if text is not None]
-        if failed:
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in failed)
-            raise PeerError(f"peer buffer of {self.size} bytes: can't {what}: {told}", failed[0][0])
-        return [result for _, result in answers]
 
     def _export(self, server: DescriptorServer | None) -> tuple[bytes, str | None]:
         member = self._member
@@ -115,9 +134,10 @@ class PeerBuffer:
 
     def unmap(self) -> None:
         """Close the mappings of the peers' buffers, last first."""
-        while self._mapped:
-            self._mapped.pop().close()
         self.addresses = []
+        while self._mapped:
+            with suppress(BlockpickError):  # a device that failed unmaps with its process
+                self._mapped.pop().close()
 
     def free(self) -> None:
         """Free the own buffer; every peer must have closed its mapping."""

@@ -34,10 +34,14 @@ class DescriptorServer:
         self._folder = tempfile.mkdtemp(prefix="blockpick-")  # 0700
         self.path = os.path.join(self._folder, "fd")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind(self.path)
-        self._socket.listen(len(processes))
-        self.refused: list[str] = []
         self._thread: threading.Thread | None = None
+        try:
+            self._socket.bind(self.path)
+            self._socket.listen(len(processes))
+        except OSError:
+            self.close()
+            raise
+        self.refused: list[str] = []
 
     def serve(self, descriptor: int, limit_s: float) -> None:
         """Serve every other rank once, in the background; whoever is not of the group gets nothing."""
@@ -80,6 +84,7 @@ class DescriptorServer:
             self._thread.join()
         with suppress(OSError):
             os.unlink(self.path)
+        with suppress(OSError):
             os.rmdir(self._folder)
 
 

@@ -30,7 +30,7 @@ class RankFacts:
     vendor, device, driver : str
         Whose device, which, and its driver.
     compute_units : int
-        Of the device.
+        Of the device; grids of kernels that wait for each other follow from it.
     kinds : tuple of str
         Kinds of handles that it can share.
     proven : bool
@@ -73,11 +73,11 @@ def agree(facts: Sequence[RankFacts]) -> Agreement:
     Raises
     ------
     PeerError
-        When ranks run different releases or ask for different things.
+        When ranks run different releases, drivers or devices, or ask for different things.
     UnsupportedConfigError
         When ``transport="peer"`` is asked for and can't be.
     """
-    for name in ("version", "asked", "vendor"):
+    for name in ("version", "asked", "vendor", "driver", "compute_units"):
         values = [getattr(fact, name) for fact in facts]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
@@ -86,7 +86,7 @@ def agree(facts: Sequence[RankFacts]) -> Agreement:
     transport, kind, *_ = facts[0].asked
     if transport == "collective":
         return Agreement("collective", None, "asked for")
-    obstacle = _obstacle(facts)
+    obstacle = common_node_obstacle(facts)
     kinds = [k for k in facts[0].kinds if all(k in fact.kinds for fact in facts) and k in _reachable_kinds(facts)]
     if kind is not None and kind not in kinds:
         obstacle = obstacle or f"handle_kind={kind!r} can't be shared; possible here: {', '.join(kinds) or 'none'}"
@@ -107,7 +107,7 @@ def agree(facts: Sequence[RankFacts]) -> Agreement:
     return Agreement("peer", kind or kinds[0], reason + ("; ranks share a device and take turns" if shared else ""))
 
 
-def _obstacle(facts: Sequence[RankFacts]) -> str | None:
+def common_node_obstacle(facts: Sequence[RankFacts]) -> str | None:
     """What keeps the ranks from sharing memory at all."""
     for what, values in (
         ("nodes", [fact.node for fact in facts]),

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import secrets
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -17,13 +20,14 @@ from ..checks import check_not_capturing, resolve_device
 from ..device import describe, installed_backends, torch_vendor
 from ..errors import BlockpickError, PeerError, UnsupportedConfigError
 from .board import Board
-from .buffer import FLAG_OFFSET, LIMIT_OFFSET, Membership, PeerBuffer
-from .facts import TRANSPORTS, Agreement, RankFacts, agree, node_facts
+from .buffer import FLAG_OFFSET, LIMIT_OFFSET, Membership, PeerBuffer, together
+from .facts import TRANSPORTS, Agreement, RankFacts, agree, common_node_obstacle, node_facts
 from .host_memory import HostMemory
 from .wire import GRANULE, KINDS, TOKEN_BYTES
 
 STAGES = {1: "query exchange", 2: "candidate merge"}  # as the kernels number them
 CLOSE_LIMIT_S = 10.0
+_logger = logging.getLogger("blockpick")
 
 
 class Group(Protocol):
@@ -49,6 +53,9 @@ class Group(Protocol):
     @property
     def record(self) -> Any:
         """Kernel argument: the word in which a failed wait is told."""
+
+    def together(self, act: Callable[[], Any], what: str) -> list[Any]:
+        """What ``act`` gives on every rank; raises on all of them if it raises on one."""
 
     def check(self) -> None:
         """Raise :class:`PeerError` if a rank has failed."""
@@ -100,14 +107,6 @@ class RankGroup:
     ) -> None:  # fmt: skip
         self.device = resolve_device(device)
         check_not_capturing(self.device, "RankGroup")
-        for name, value, allowed in (
-            ("transport", transport, TRANSPORTS), ("handle_kind", handle_kind, KINDS),
-        ):  # fmt: skip
-            if value is not None and value not in allowed:
-                raise UnsupportedConfigError(f"RankGroup: {name}={value!r} is not supported; {', '.join(allowed)}")
-        for name, limit in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
-            if not 0 < limit <= 86400:
-                raise UnsupportedConfigError(f"RankGroup: {name}={limit!r} is not supported; over 0, up to 86400")
         import torch.distributed as distributed
 
         self._group = process_group if process_group is not None else distributed.group.WORLD
@@ -116,24 +115,42 @@ class RankGroup:
         self._serving = self._closed = False
         self._failure: PeerError | None = None
         self._buffers: list[PeerBuffer] = []
-        self._opened = 0
+        self._closings = 0
         self._board: Board | None = None
         self._word: HostWord | None = None
-        self._memory = _peer_memory(self.device)
-        self._facts = self._gather(self._own_facts((transport, handle_kind, timeout_s, startup_timeout_s)))
+        self._memory: PeerMemory | None = None
+        asked = transport, handle_kind, timeout_s, startup_timeout_s
+        self._facts: list[RankFacts] = self.together(lambda: self._own_facts(asked), "RankGroup")
         self._agreement = agree(self._facts)
-        if self._agreement.transport == "peer":
-            self._connect(transport)
+        obstacle = common_node_obstacle(self._facts)
+        token = self._gather(secrets.token_bytes(TOKEN_BYTES) if self.rank == 0 else None)[0]
+        try:
+            if obstacle is None:
+                self._open_board(f"blockpick-{hashlib.sha256(token).hexdigest()[:24]}")
+            if self._agreement.transport == "peer":
+                self._connect(transport, token)
+            if self._agreement.transport == "collective":
+                self._try_collective()
+        except BaseException:
+            self._release()
+            raise
 
     # ---- facts
 
     def _own_facts(self, asked: tuple[str | None, str | None, float, float]) -> RankFacts:
+        transport, kind, *limits = asked
+        for name, value, allowed in (("transport", transport, TRANSPORTS), ("handle_kind", kind, KINDS)):
+            if value is not None and value not in allowed:
+                raise UnsupportedConfigError(f"{name}={value!r} is not supported; {', '.join(allowed)}")
+        for name, limit in zip(("timeout_s", "startup_timeout_s"), limits, strict=True):
+            if not 0 < limit <= 86400:
+                raise UnsupportedConfigError(f"{name}={limit!r} is not supported; over 0, up to 86400")
+        self._memory = memory = _peer_memory(self.device)
         node, namespaces = node_facts()
         vendor, driver, units = "cpu", "none", 1
         if self.device.type == "cuda":
             info = describe(self.device, "RankGroup: ")
             vendor, driver, units = info.vendor, info.driver, info.compute_units
-        memory = self._memory
         return RankFacts(
             version("blockpick"), asked, node, os.getuid(), os.getpid(), namespaces, vendor,
             memory.identity if memory is not None else "", driver, units, memory.kinds() if memory is not None else (),
@@ -153,56 +170,80 @@ class RankGroup:
             raise PeerError(f"{named}: {error}", dead[0] if dead else None) from error
         return found
 
-    def _connect(self, asked: str | None) -> None:
-        """Set up the board and try the peers' memory; fall back together where ``peer`` was not asked for."""
-        token = self._gather(secrets.token_bytes(TOKEN_BYTES) if self.rank == 0 else None)[0]
-        assert self._agreement.kind is not None and self._memory is not None  # agreed on ``peer``
-        self._member = Membership(
-            self.rank, token, self._agreement.kind, [fact.process for fact in self._facts], self._gather, self._memory
-        )
+    def together(self, act: Callable[[], Any], what: str) -> list[Any]:
+        """What ``act`` gives on every rank, in rank order.
+
+        Raises
+        ------
+        PeerError
+            On all ranks, if ``act`` raises on one.
+        """
+        return together(self._gather, act, what)
+
+    def _connect(self, asked: str | None, token: bytes) -> None:
+        """Try the peers' memory; fall back together where ``peer`` was not asked for."""
+        memory, kind = self._memory, self._agreement.kind
+        if memory is None or kind is None:
+            raise PeerError(f"rank {self.rank}: agreed on peer memory that it does not have")
+        processes = [fact.process for fact in self._facts]
+        self._member = Membership(self.rank, token, kind, processes, self._gather, memory)
         try:
-            self._open_board(f"blockpick-{token.hex()}")
-            self._word = self._memory.host_word()
-            self._probe()
+            self.together(self._make_word, "RankGroup: no word of host memory")
+            self._probe(memory)
         except PeerError as error:  # raised on all ranks, so all of them get here
-            self._release()
             if asked == "peer":
                 raise
             self._agreement = Agreement("collective", None, f"peer memory was tried and failed: {error}")
 
-    def _open_board(self, name: str) -> None:
-        failures = []
-        for turn in (True, False):  # rank 0 makes it, then the others open it
-            failure = None
-            try:
-                if (self.rank == 0) == turn:
-                    self._board = Board(name, self.size, self.rank, turn)
-            except (OSError, BlockpickError) as error:
-                failure = str(error)
-            failures = [(rank, text) for rank, text in enumerate(self._gather(failure)) if text is not None]
-            if failures:
-                break
-        if self.rank == 0 and self._board is not None:
-            self._board.unlink()
-        if failures:
-            raise PeerError(f"rank {failures[0][0]} can't open the group's board: {failures[0][1]}", failures[0][0])
+    def _make_word(self) -> None:
+        if self._memory is not None:
+            self._word = self._memory.host_word()
 
-    def _probe(self) -> None:
+    def _try_collective(self) -> None:
+        """One all-gather of what lies on the device: a process group may have no backend for it."""
+
+        def act() -> None:
+            own = torch.zeros(1, dtype=torch.int32, device=self.device)
+            self.all_gather(torch.zeros(self.size, dtype=torch.int32, device=self.device), own)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        self.together(act, f"transport collective ({self._agreement.reason}): the process group can't gather")
+
+    def _open_board(self, name: str) -> None:
+        """Rank 0 makes the board, then the others open it; then its name goes."""
+        common_pids = len({fact.namespaces[1] for fact in self._facts}) == 1
+
+        def act(makes: bool) -> None:
+            if (self.rank == 0) == makes:
+                self._board = Board(name, self.size, self.rank, makes, common_pids)
+
+        try:
+            self.together(lambda: act(True), "RankGroup: can't make the group's board")
+            self.together(lambda: act(False), "RankGroup: can't open the group's board")
+        finally:
+            if self.rank == 0 and self._board is not None:
+                self._board.unlink()
+
+    def _probe(self, memory: PeerMemory) -> None:
         """Every rank writes its number into every buffer; every rank finds all numbers in its own."""
         buffer = self.open_buffer(GRANULE)
-        try:
+
+        def write() -> None:
             for rank in range(self.size):
                 buffer.write(rank, 64 + 8 * self.rank, struct.pack("<q", self.rank + 1))
-            self._gather(None)
-            assert self._memory is not None
-            data = self._memory.read(buffer.addresses[self.rank] + 64, 8 * self.size)
-            wrong = [rank for rank, (number,) in enumerate(struct.iter_unpack("<q", data)) if number != rank + 1]
-            answers = self._gather(wrong)
+
+        def read() -> None:
+            data = memory.read(buffer.addresses[self.rank] + 64, 8 * self.size)
+            for rank, (number,) in enumerate(struct.iter_unpack("<q", data)):
+                if number != rank + 1:
+                    raise PeerError(f"what rank {rank} wrote did not arrive", rank)
+
+        try:
+            self.together(write, "RankGroup: peer memory can't be written")
+            self.together(read, "RankGroup: peer memory")
         finally:
             self.close_buffer(buffer)
-        for reader, ranks in enumerate(answers):
-            if ranks:
-                raise PeerError(f"what rank {ranks[0]} wrote into rank {reader}'s memory did not arrive", ranks[0])
 
     # ---- what was decided
 
@@ -250,9 +291,10 @@ class RankGroup:
         if self.transport != "peer":
             raise PeerError(f"rank {self.rank}: the group has no peer memory (transport {self.transport})")
         buffer = PeerBuffer(self._member, size)
-        self._write_limit(buffer)
         self._buffers.append(buffer)
-        self._gather(None)  # nobody may store before every buffer is zeroed and has its limit
+        self._serving = False  # ranks warm up and capture again
+        # nobody may store before every buffer is zeroed and has its limit
+        self.together(lambda: self._write_limit(buffer), "open_buffer: can't write the limit of waits")
         return buffer
 
     def _write_limit(self, buffer: PeerBuffer) -> None:
@@ -264,16 +306,21 @@ class RankGroup:
 
         A rank that keeps its mapping for longer than 10 s keeps the others from freeing their buffers until they exit.
         """
+        if buffer not in self._buffers:  # the group was closed before
+            return
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # a device error was reported where it happened
                 torch.cuda.synchronize(self.device)
         self._buffers.remove(buffer)
-        self._opened += 1
+        self._closings += 1
         buffer.unmap()
-        assert self._board is not None  # there are buffers
-        self._board.let_go()
-        if not self._board.wait_until_let_go(self._opened, CLOSE_LIMIT_S):
-            buffer.free()
+        if self._board is not None:
+            self._board.let_go()
+            late = self._board.wait_until_let_go(self._closings, CLOSE_LIMIT_S)
+            if late:
+                _logger.warning("rank %d: rank %d still maps a closed buffer; it is kept", self.rank, late[0])
+                return
+        buffer.free()
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Concatenate a tensor of every rank over the process group, on the current stream."""
@@ -284,11 +331,17 @@ class RankGroup:
     # ---- failure
 
     def started(self) -> None:
-        """End start-up: from now on waits end after ``timeout_s``. All ranks call it, after warm-up and captures."""
-        self._gather(None)
+        """End start-up: from now on waits end after ``timeout_s``. All ranks call it, after warm-up and captures.
+
+        Opening a buffer (another indexer, waking one) begins start-up again.
+        """
         self._serving = True
-        for buffer in self._buffers:
-            self._write_limit(buffer)
+
+        def act() -> None:
+            for buffer in self._buffers:
+                self._write_limit(buffer)
+
+        self.together(act, "started: can't write the limit of waits")
 
     def check(self) -> None:
         """Raise if a wait of this rank ended without its peer, or any rank has aborted. No synchronisation.
@@ -298,27 +351,33 @@ class RankGroup:
         PeerError
             Naming the peer, the exchange and its epoch; the group can't be used any more.
         """
-        if self._failure is None and self._board is not None and self._word is not None:
-            aborted, record = self._board.aborted(), self._word.read()
+        if self._closed:
+            raise PeerError(f"rank {self.rank}: the group is closed")
+        if self._failure is None:
+            aborted = self._board.aborted() if self._board is not None else None
+            record = self._word.read() if self._word is not None else 0
             if aborted is not None:
                 self._failure = PeerError(f"rank {aborted[0]} aborted: {aborted[1]}", aborted[0])
             elif record:
                 self._failure = self._describe_record(record)
+                self.abort(str(self._failure))  # the others need not wait for their own limits
         if self._failure is not None:
             raise self._failure
 
     def _describe_record(self, record: int) -> PeerError:
         epoch, stage, peer = record >> 32 & 0xFFFFFFFF, STAGES[record >> 16 & 0xFF], (record >> 8 & 0xFF) - 1
-        if peer < 0:
-            return PeerError(f"rank {self.rank}: the {stage} of epoch {epoch} was ended by a peer's abort")
-        gone = "" if self._board is None or self._board.alive(peer) else ", whose process is gone"
-        return PeerError(
-            f"rank {self.rank}: the {stage} of epoch {epoch} waited in vain for rank {peer}{gone} "
-            f"({self._limits_s[self._serving]:g} s)", peer,
-        )  # fmt: skip
+        dead = self._board.dead() if self._board is not None else []
+        missed = f"the {stage} of epoch {epoch} waited in vain for rank {peer}"
+        if dead and peer not in dead:  # who is waited for may itself wait for a dead one
+            return PeerError(f"rank {self.rank}: {missed}; rank {dead[0]}'s process is gone", dead[0])
+        gone = ", whose process is gone" if peer in dead else ""
+        return PeerError(f"rank {self.rank}: {missed}{gone}", peer)
 
     def abort(self, reason: str) -> None:
-        """Tell all ranks that this one has failed: their waits end, and they raise at their next call."""
+        """Tell all ranks that this one has failed: they raise at their next call, and waits in peer memory end.
+
+        A collective of the process group that is under way ends by that group's own limits.
+        """
         if self._board is None:
             return
         self._board.abort(reason)
@@ -333,22 +392,24 @@ class RankGroup:
         """Close all buffers, last first, on all ranks; dead ranks are not waited for. May be called twice."""
         if not self._closed:
             self._closed = True
-            for buffer in reversed(self._buffers.copy()):
-                self.close_buffer(buffer)
-            self._release()
+            try:
+                for buffer in reversed(self._buffers.copy()):
+                    self.close_buffer(buffer)
+            finally:
+                self._release()
 
     def _release(self) -> None:
-        if self._word is not None:
-            self._word.close()
-        if self._board is not None:
-            self._board.close()
-        self._word = self._board = None
+        for part in (self._word, self._board, self._memory):
+            if part is not None:
+                with suppress(BlockpickError):  # of a device that failed
+                    part.close()
+        self._word = self._board = self._memory = None
 
     def __enter__(self) -> RankGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, PeerError):
+        if error is not None and self._failure is None:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 

@@ -96,3 +96,6 @@ class HostMemory:
     def write(self, address: int, data: bytes) -> None:
         """Copy ``data`` to ``address``."""
         ctypes.memmove(address, data, len(data))
+
+    def close(self) -> None:
+        """Nothing is held."""

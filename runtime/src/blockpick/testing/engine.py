@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from ..config import IndexerConfig, Memory
@@ -39,6 +41,10 @@ class ReferenceEngine:
 
     def reopen(self) -> None:
         """Nothing is shared."""
+
+    def telling(self) -> AbstractContextManager[None]:
+        """There is nobody to tell."""
+        return nullcontext()
 
     def plan_decode(self, slot: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Keep copies of the step's metadata."""

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -57,6 +58,10 @@ class SimulatedGroup:
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """There is no process group."""
         raise PeerError("simulated ranks have no process group")
+
+    def together(self, act: Callable[[], Any], what: str) -> list[Any]:
+        """The ranks of one process are made alike."""
+        return [act()]
 
     def check(self) -> None:
         """Reads the record, which synchronises on a GPU: tests call it, not the hot path."""
