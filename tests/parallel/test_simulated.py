@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from parallel.context_cases import CASES, SENTINEL, TOTAL_HEADS, ContextCase, heads_of
+from support import ROOT
 
 from blockpick.testing.simulated import decode_in_phases, simulated_groups
 
@@ -196,3 +199,17 @@ def test_refusals_at_construction(one_executor, options, told):
         options = {**options, "group": simulated_groups(2, one_executor.device)[0]}
     with pytest.raises(UnsupportedConfigError, match=re.escape(told)):
         one_executor.indexer(CacheLayout("bf16"), num_heads=2, max_requests=2, max_seq_len=1024, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.requires(ngpus=1, tool="compute-sanitizer")
+def test_memcheck_of_phases_is_clean():
+    """Ranks of one process phase by phase, where nothing spins, under memcheck: no invalid access."""
+    command = [
+        "compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", sys.executable,
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/parallel/test_simulated.py", "-k", "every_target and aot",
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
+    assert result.returncode == 0, result.stdout[-2000:]
+    assert "ERROR SUMMARY: 0 errors" in result.stdout
+    assert "passed" in result.stdout
