@@ -17,7 +17,8 @@ from executors import standin
 
 from blockpick import CacheLayout
 from blockpick.ops.context_pick import CONTROL_WORDS, PUSH, WAIT, WORD_BYTES
-from blockpick.testing.reference import select_blocks
+from blockpick.ops.sparse_table import SparseTable
+from blockpick.testing.reference import select_blocks, sparse_row
 from blockpick.testing.simulated import simulated_groups
 
 LIMIT_S = 0.15
@@ -316,6 +317,24 @@ def merged(team: Team, rank: int) -> torch.Tensor:
     return out[:tokens]
 
 
+def merged_with_table(team: Team, rank: int) -> torch.Tensor:
+    """Launch the merge with a sparse table; ids, to which the table fits. What lies beyond its rows is untouched."""
+    tokens, topk = len(team.positions), team.options["topk"]
+    out = torch.full((tokens, team.heads, topk), SENTINEL, dtype=torch.int32)
+    attention = torch.arange(tokens * 2048, dtype=torch.int32).view(tokens, 2048) * 3 + 1
+    table = torch.full((tokens * team.heads + 1, topk * 8), SENTINEL, dtype=torch.int32)
+    lens = torch.full((len(table),), SENTINEL, dtype=torch.int32)
+    team.chains[rank].merge(team.plan, out, SparseTable(attention, 16, table, lens))
+    assert int(out.max()) < attention.shape[1], "ids of blocks that there are"
+    for row, ids in enumerate(out.flatten(0, 1).tolist()):
+        token = row // team.heads
+        position = team.own[rank]["positions"][token] if ids[0] >= 0 else -1
+        pages, held = sparse_row(ids, int(position), attention[token], 16)
+        assert table[row].tolist() == pages and lens[row] == held, f"table of row {row}"
+    assert table[-1].unique().tolist() == [SENTINEL] and lens[-1] == SENTINEL, "rows beyond the batch"
+    return out
+
+
 def wanted(team: Team, scores: torch.Tensor, rank: int) -> list[Any]:
     """Ids of a rank's heads, by the oracle."""
     names = ("topk", "init_blocks", "local_blocks", "order")
@@ -336,7 +355,7 @@ def check_merges(team: Team, rank: int) -> None:
             team.receive(final, scores, rank, source, epoch)
         epochs[1] = epoch
         with team.running(Late(words, final, epoch)):
-            found = merged(team, rank)
+            found = (merged if epoch == 2 else merged_with_table)(team, rank)
         assert found.tolist() == wanted(team, scores, rank), f"ids of epoch {epoch}"
         assert torch.equal(words, final) and team.groups[rank].failed() == 0, "it waits for every word"
         assert epochs.tolist() == [epoch + 1, epoch]
@@ -360,4 +379,6 @@ def check_silence_in_merge(team: Team, slots: range) -> None:
         assert team.groups[0].failed() == team.fail_record(1, 2, 1) and words[FLAG] == 1 and epochs[0] == 2
         team.groups[0].record.zero_()
         epochs[1] = 2
-        assert merged(team, 0)[0].unique().tolist() == [-1] and team.groups[0].failed() == 0 and epochs[0] == 3
+        assert (
+            merged_with_table(team, 0)[0].unique().tolist() == [-1] and team.groups[0].failed() == 0 and epochs[0] == 3
+        )
