@@ -428,8 +428,8 @@ def subgroups(context: Rank) -> list[str]:
     for members in (context.size // 2, context.size, context.size // 2):
         process_group = torch.distributed.new_group(list(range(members)))
         if context.rank < members:
-            with RankGroup(process_group, device=place(context)["device"]) as group:
-                buffer = group.open_buffer(1 << 20)
+            where = place(context)["device"]
+            with RankGroup(process_group, device=where) as group, group.buffer(1 << 20) as buffer:
                 told.append(f"{group.size}: {len(buffer.addresses)}")
     return told
 

@@ -8,8 +8,8 @@ import logging
 import os
 import secrets
 import struct
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -227,23 +227,20 @@ class RankGroup:
 
     def _probe(self, memory: PeerMemory) -> None:
         """Every rank writes its number into every buffer; every rank finds all numbers in its own."""
-        buffer = self.open_buffer(GRANULE)
+        with self.buffer(GRANULE) as buffer:
 
-        def write() -> None:
-            for rank in range(self.size):
-                buffer.write(rank, 64 + 8 * self.rank, struct.pack("<q", self.rank + 1))
+            def write() -> None:
+                for rank in range(self.size):
+                    buffer.write(rank, 64 + 8 * self.rank, struct.pack("<q", self.rank + 1))
 
-        def read() -> None:
-            data = memory.read(buffer.addresses[self.rank] + 64, 8 * self.size)
-            for rank, (number,) in enumerate(struct.iter_unpack("<q", data)):
-                if number != rank + 1:
-                    raise PeerError(f"what rank {rank} wrote did not arrive", rank)
+            def read() -> None:
+                data = memory.read(buffer.addresses[self.rank] + 64, 8 * self.size)
+                for rank, (number,) in enumerate(struct.iter_unpack("<q", data)):
+                    if number != rank + 1:
+                        raise PeerError(f"what rank {rank} wrote did not arrive", rank)
 
-        try:
             self.together(write, "RankGroup: peer memory can't be written")
             self.together(read, "RankGroup: peer memory")
-        finally:
-            self.close_buffer(buffer)
 
     # ---- what was decided
 
@@ -296,6 +293,15 @@ class RankGroup:
         # nobody may store before every buffer is zeroed and has its limit
         self.together(lambda: self._write_limit(buffer), "open_buffer: can't write the limit of waits")
         return buffer
+
+    @contextmanager
+    def buffer(self, size: int) -> Iterator[PeerBuffer]:
+        """A buffer of :meth:`open_buffer` for a while, closed on all ranks at the end."""
+        opened = self.open_buffer(size)
+        try:
+            yield opened
+        finally:
+            self.close_buffer(opened)
 
     def _write_limit(self, buffer: PeerBuffer) -> None:
         limit_ns = int(self._limits_s[self._serving] * 1e9)
