@@ -165,7 +165,7 @@ class RankGroup:
         try:
             distributed.all_gather_object(found, value, group=self._group)
         except RuntimeError as error:
-            dead = self._board.dead() if self._board is not None else []
+            dead = self._dead()
             named = f"rank {dead[0]} is gone" if dead else "a rank does not answer"
             raise PeerError(f"{named}: {error}", dead[0] if dead else None) from error
         return found
@@ -362,20 +362,28 @@ class RankGroup:
         if self._failure is None:
             aborted = self._board.aborted() if self._board is not None else None
             record = self._word.read() if self._word is not None else 0
-            if aborted is not None:
-                self._failure = PeerError(f"rank {aborted[0]} aborted: {aborted[1]}", aborted[0])
-            elif record:
+            if record:
                 self._failure = self._describe_record(record)
                 self.abort(str(self._failure))  # the others need not wait for their own limits
+            elif aborted is not None:
+                self._failure = self._describe_abort(*aborted)
         if self._failure is not None:
             raise self._failure
 
+    def _describe_abort(self, rank: int, reason: str) -> PeerError:
+        dead = self._dead()
+        gone = f"; rank {dead[0]}, whose process is gone, may be why" if dead else ""
+        return PeerError(f"rank {rank} aborted: {reason}{gone}", dead[0] if dead else rank)
+
+    def _dead(self) -> list[int]:
+        return self._board.dead() if self._board is not None else []
+
     def _describe_record(self, record: int) -> PeerError:
         epoch, stage, peer = record >> 32 & 0xFFFFFFFF, STAGES[record >> 16 & 0xFF], (record >> 8 & 0xFF) - 1
-        dead = self._board.dead() if self._board is not None else []
+        dead = self._dead()
         missed = f"the {stage} of epoch {epoch} waited in vain for rank {peer}"
         if dead and peer not in dead:  # who is waited for may itself wait for a dead one
-            return PeerError(f"rank {self.rank}: {missed}; rank {dead[0]}'s process is gone", dead[0])
+            return PeerError(f"rank {self.rank}: {missed}; or for rank {dead[0]}, whose process is gone", dead[0])
         gone = ", whose process is gone" if peer in dead else ""
         return PeerError(f"rank {self.rank}: {missed}{gone}", peer)
 
