@@ -104,6 +104,13 @@ class RocmPeerMemory:
         source = ctypes.create_string_buffer(data, len(data))
         self._copy(address, ctypes.addressof(source), len(data), hip.hipMemcpyKind.hipMemcpyHostToDevice)
 
+    def close(self) -> None:
+        """Destroy the own stream."""
+        if self._stream is not None:
+            with self.current():
+                check(hip.hipStreamDestroy(self._stream), "hipStreamDestroy")
+            self._stream = None
+
     def _copy(self, target: int, source: int, size: int, kind: Any) -> None:
         with self.current():
             if self._stream is None:

@@ -118,7 +118,8 @@ class ContextEngine(KernelEngine):
         except PeerError:
             raise
         except Exception as error:
-            self.group.abort(f"{type(error).__name__}: {error}")
+            if self._open:  # nobody waits for a sleeping rank
+                self.group.abort(f"{type(error).__name__}: {error}")
             raise
 
     def decode(
