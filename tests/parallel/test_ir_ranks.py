@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_come_is_named(machine: tuple[Ranks, Any]) -> None:
     ranks.start(ir_tasks.alone, CASE, ranks=[0])
     ids, text = ranks.finish(ranks=[0])[0]
     last = ranks.size - 1
-    assert ids == [-1] and f"the query exchange of epoch 1 waited in vain for rank {last} (0.2 s)" in text
+    assert ids == [-1] and f"the query exchange of epoch 1 waited in vain for rank {last}" in text
     assert ranks.run(ir_tasks.drop_group) == [[0, 0]] * ranks.size
 
 
