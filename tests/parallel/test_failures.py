@@ -170,7 +170,7 @@ def test_a_kind_that_nobody_has_is_refused_with_what_there_is(ranks):
 
 
 def test_groups_come_and_go_without_a_trace(ranks):
-    count = 100 if torch.cuda.is_available() else 40
+    count = 100 if torch.cuda.is_available() else 20
     for found in ranks.run(tasks.many_groups, count, CASE):
         assert found["descriptors"][0] == found["descriptors"][1]
         assert found["mappings"] == [0, 0]
