@@ -42,9 +42,10 @@ def check_rows(sparse: SparseTable, ids: torch.Tensor, request: int, first: int,
     attention, table, lens = (t.cpu() for t in (sparse.attention_block_table, sparse.table, sparse.context_lens))
     for token, position in enumerate(positions, first):
         for head in range(heads):
-            pages, tokens = sparse_row(
-                ids[token, head].tolist(), position, attention[request], sparse.block_page_stride
-            )
+            row_ids = ids[token, head].tolist()
+            own = position // 128 if position >= 0 else 0
+            expect(max(row_ids) <= own, f"token {token}, head {head}: ids {row_ids} behind block {own}")
+            pages, tokens = sparse_row(row_ids, position, attention[request], sparse.block_page_stride)
             row = token * heads + head
             expect(
                 table[row].tolist() == pages, f"token {token}, head {head}: pages {table[row].tolist()}, not {pages}"
