@@ -183,9 +183,3 @@ def test_sleeping_gives_the_memory_back(ranks):
     for _ in range(10 if torch.cuda.is_available() else 3):
         assert ranks.run(tasks.sleep_and_wake, CASE) == [[], []]
     assert ranks.run(tasks.open_files) == before
-
-
-def test_a_group_over_some_ranks_then_all():
-    with Ranks(4) as ranks:
-        told = ranks.run(tasks.subgroups, limit_s=60.0)
-        assert told == [["2: 2", "4: 4", "2: 2"]] * 2 + [["4: 4"]] * 2

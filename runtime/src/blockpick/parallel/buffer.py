@@ -72,6 +72,7 @@ class PeerBuffer:
         self._member = member
         self._mapped: list[MappedMemory] = []
         self._own: SharedMemory | None = None
+        self._own_address = 0
         self.addresses: list[int] = []
         server: DescriptorServer | None = None
 
@@ -98,6 +99,7 @@ class PeerBuffer:
     def _export(self, server: DescriptorServer | None) -> tuple[bytes, str | None]:
         member = self._member
         self._own = own = member.memory.allocate(self.size, member.kind)
+        self._own_address = own.address
         if server is not None and own.descriptor is not None:
             server.serve(own.descriptor, FETCH_LIMIT_S)
         handle = Handle(member.kind, member.rank, self.size, member.token, own.payload)
@@ -105,13 +107,12 @@ class PeerBuffer:
 
     def _map(self, offered: list[tuple[bytes, str | None]]) -> None:
         member = self._member
-        assert self._own is not None  # exported before
         handles = [
             Handle.parse(data, rank, member.token, member.kind, self.size) for rank, (data, _) in enumerate(offered)
         ]
         for rank, handle in enumerate(handles):
             if rank == member.rank:
-                self.addresses.append(self._own.address)
+                self.addresses.append(self._own_address)
                 continue
             descriptor = None
             if offered[rank][1] is not None:
