@@ -30,11 +30,13 @@ CONFORMANCE = [
     DecodeCase(f"{dtype}-{rounding}-q8", dtype, (2500, 1, 7, 641, 135, 0), page_size=256, query_len=8, rounding=rounding,
                data="integer")
     for dtype, rounding in CACHES
-] + [
-    # a row of two splits: both capacities of select and merge
-    DecodeCase(f"splits-k{topk}-{order}", "e4m3fn", (2050 * 128 - 5, 2304, 700), topk=topk, order=order, data="integer")
-    for topk in (16, 40) for order in ORDERS
 ]  # fmt: skip
+
+# a row of two splits, scored: both capacities of select and merge (what is particular to these: SELECTIONS, on every target)
+SPLITS = [
+    DecodeCase(f"splits-k{topk}-{order}", "e4m3fn", (2050 * 128 - 5, 2304, 700), topk=topk, order=order, data="integer")
+    for topk, order in ((16, "score"), (40, "local_last"))
+]
 
 # (queries, prefix): one block, many tiles' worth of keys, no query at all, a first query in an older block than the last
 REQUESTS = ((5, 0), (9, 2400), (0, 500), (1, 2303), (4, 2430))

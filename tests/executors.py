@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -199,16 +200,61 @@ def interpreted(arch: str) -> Executor:
     return Executor(arch, "interpreter", arch, "cpu")
 
 
+@functools.cache
+def interpreted_programs() -> dict[str, str]:
+    """What the interpreter executes of each Triton variant: its text below the header, constants and launch facts.
+
+    Variants of several architectures whose programs are equal are one program; executing it once shows all of them.
+    """
+    programs = {}
+    for package in installed_packages().values():
+        for variant in package.variants:
+            if variant.language == "triton":
+                lines = (variant.folder / variant.record["source"]).read_text().splitlines()
+                facts = [variant.op, dict(variant.axes), variant.record["constexprs"], variant.record["launch"]]
+                body = [line for line in lines if not line.startswith("#")]
+                programs[variant.name] = json.dumps([facts, body], sort_keys=True)
+    return programs
+
+
+@functools.cache
+def distinct_archs() -> tuple[str, ...]:
+    """Architectures that together hold every interpreted program: AMD's latest first, whose programs include
+    the others'.
+    """
+    held: set[str] = set()
+    chosen = []
+    packages = installed_packages()
+    for arch in sorted(packages, key=lambda arch: (arch != "sm90", arch.startswith("gfx"), arch == "gfx942")):
+        names = {v.name for v in packages[arch].variants}
+        mine = {program for name, program in interpreted_programs().items() if name in names}
+        if mine - held:
+            chosen.append(arch)
+            held |= mine
+    return tuple(chosen) or ARCHS  # without packages every test says what is missing
+
+
+def executed_with(pairs: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """``pairs`` of (route, variant), and the interpreted variants whose program is one of theirs."""
+    programs = interpreted_programs()
+    ran = {programs[name] for route, name in pairs if route == "interpreter" and name in programs}
+    return pairs | {("interpreter", name) for name, program in programs.items() if program in ran}
+
+
 def executors(fixture: str) -> list[Any]:
     """The executors behind a fixture, as pytest parameters."""
     if GPU:
         routes = [Executor(route, route, None, "cuda:0") for route in ("aot", "jit")]
-        if fixture == "any_executor":  # the release binaries that dispatch would pass over for a preferred one
+        if fixture in (
+            "any_executor",
+            "arch_executor",
+        ):  # release binaries that dispatch passes over for a preferred one
             routes.append(Executor("aot-triton", "aot", None, "cuda:0", languages=("triton",)))
         return [pytest.param(route, id=route.name, marks=pytest.mark.gpu) for route in routes]
     found = {
         "executor": [interpreted("sm90"), ir_executor("gfx942", "lockstep"), ir_executor("gfx950", "random")],
-        "any_executor": [interpreted(arch) for arch in ARCHS],
+        "any_executor": [interpreted(arch) for arch in distinct_archs()],
+        "arch_executor": [interpreted(arch) for arch in ARCHS],
         "one_executor": [interpreted("sm90")],
     }[fixture]
     return [pytest.param(executor, id=executor.name) for executor in found]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conformance import CACHES, CONFORMANCE, check_other_shape, check_plan
+from conformance import CACHES, CONFORMANCE, SELECTIONS, SPLITS, check_other_shape, check_plan, check_selection
+from executors import GPU
 
 from blockpick import CacheLayout
 from blockpick.testing.cases import DecodeCase, build, run_case
@@ -14,6 +15,18 @@ from blockpick.testing.cases import DecodeCase, build, run_case
 @pytest.mark.parametrize("case", CONFORMANCE, ids=lambda c: c.name)
 def test_conformance_of_every_target(any_executor, case):
     run_case(case, any_executor.indexer, any_executor.device)
+
+
+@pytest.mark.parametrize("case", SPLITS, ids=lambda c: c.name)
+def test_rows_of_several_splits(one_executor, case):
+    run_case(case, one_executor.indexer, one_executor.device)
+
+
+@pytest.mark.skipif(GPU, reason="gives scores in host memory; a GPU scores such rows in test_rows_of_several_splits")
+@pytest.mark.parametrize("case", SELECTIONS, ids=lambda c: c.name)
+def test_selection_of_every_target(any_executor, case):
+    """Rows of up to ten splits on given scores, without a scorer."""
+    check_selection(case, any_executor.indexer(case.layout(), **case.options()))
 
 
 NUMERIC = [

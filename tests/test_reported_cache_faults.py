@@ -165,7 +165,7 @@ def test_case_28_groups_of_any_size_score_finitely(executor: Any, amax: float) -
 
 
 @pytest.mark.parametrize("rounding", ["exact", "e4m3", None])
-def test_case_28_rounding_of_code_times_scale(any_executor: Any, rounding: str | None) -> None:
+def test_case_28_rounding_of_code_times_scale(arch_executor: Any, rounding: str | None) -> None:
     """6 * 448 saturates at 448 with e4m3; 1.5 * 1.125 = 1.6875 is a tie to 1.75 -> even 1.75; 3 * 1.875 -> 5.5 or 5.625."""
     layout = blockpick.CacheLayout("nvfp4")
     cases = [  # (scale, code, exact, e4m3)
@@ -176,11 +176,11 @@ def test_case_28_rounding_of_code_times_scale(any_executor: Any, rounding: str |
     for page, (scale, code, _, _) in enumerate(cases):
         cache[page, :8192] = code  # dims 0, 2, 4 ... of every token
         cache[page, 8192:] = scale
-    run = Run(any_executor, layout, torch.arange(len(cases)).int()[None], nvfp4_rounding=rounding, local_blocks=0)
+    run = Run(arch_executor, layout, torch.arange(len(cases)).int()[None], nvfp4_rounding=rounding, local_blocks=0)
     q = torch.zeros(1, 1, 128)
     q[..., 2] = 1
     run(cache.view(layout.shape(len(cases))), [len(cases) * 128], queries(q, "nvfp4"))
-    arch = any_executor.arch or blockpick.device.describe(torch.device(any_executor.device)).arch
+    arch = arch_executor.arch or blockpick.device.describe(torch.device(arch_executor.device)).arch
     used = rounding or ("e4m3" if arch in ("sm100", "sm103") else "exact")
     wanted = [case[3 if used == "e4m3" else 2] for case in cases]
     assert run.scores()[0, 0, 0, : len(cases)].tolist() == wanted

@@ -15,7 +15,7 @@ from typing import Any
 from blockpick.backend_api import Kernel, KernelBinary, KernelSource
 from blockpick.errors import BlockpickError
 
-from .interpreter import InterpretedKernel, sort_with_numpy
+from .interpreter import InterpretedKernel, leave_out_idle_work, sort_with_numpy
 
 
 class TritonBackend:
@@ -60,6 +60,7 @@ class TritonBackend:
         """
         _import_triton(interpret=True)
         sort_with_numpy()
+        leave_out_idle_work()
         return InterpretedKernel(source, load_function(source))
 
 

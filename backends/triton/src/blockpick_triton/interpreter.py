@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,3 +68,39 @@ def sort_with_numpy() -> None:
         return core.tensor(TensorHandle(data, x.dtype.scalar), core.block_type(x.dtype.scalar, list(data.shape)))
 
     standard.sort_impl = sort_impl
+
+
+@functools.cache
+def leave_out_idle_work() -> None:
+    """Spare the interpreter what changes nothing, half of its time here.
+
+    It computes an overflow condition beside every 32-bit sum and product, for an assertion that exists in debug mode
+    only; and each call of a device function replaces the language's functions, which the launch has replaced already.
+    What a version of Triton does otherwise is left as it is.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    if getattr(options, "sanitize_overflow", False) and not options.debug:
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    if hasattr(interpreter, "_LangPatchScope"):
+        replace = interpreter._patch_lang
+        replaced: set[Any] = set()  # the modules whose functions a running launch replaced
+
+        def replace_once(function: Any) -> Any:
+            modules = {m for m in function.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)}
+            if modules <= replaced:
+                return interpreter._LangPatchScope()
+            scope = replace(function)
+            restore = scope.restore
+            replaced.update(modules)
+
+            def restore_all() -> None:
+                replaced.clear()
+                restore()
+
+            scope.restore = restore_all
+            return scope
+
+        interpreter._patch_lang = replace_once
