@@ -252,7 +252,7 @@ def executors(fixture: str) -> list[Any]:
             routes.append(Executor("aot-triton", "aot", None, "cuda:0", languages=("triton",)))
         return [pytest.param(route, id=route.name, marks=pytest.mark.gpu) for route in routes]
     found = {
-        "executor": [interpreted("sm90"), ir_executor("gfx942", "lockstep"), ir_executor("gfx950", "random")],
+        "executor": [interpreted("sm90"), *(ir_executor(arch, "lockstep") for arch in IR_ARCHS)],
         "any_executor": [interpreted(arch) for arch in distinct_archs()],
         "arch_executor": [interpreted(arch) for arch in ARCHS],
         "one_executor": [interpreted("sm90")],

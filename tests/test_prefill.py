@@ -97,17 +97,17 @@ def ids_of(executor, case, batch, pieces, **options):
 @pytest.mark.parametrize("dtype,rounding", CACHES)
 def test_any_split_of_a_prompt_gives_the_same_ids(executor, dtype, rounding):
     data = "integer" if executor.backend == "interpreter" else "normal"  # numpy's sums depend on the shape
-    case = PrefillCase("split", dtype, ((24, 2290),), num_heads=2, rounding=rounding, data=data)
+    case = PrefillCase("split", dtype, ((24, 1130),), num_heads=2, topk=7, rounding=rounding, data=data)
     batch = build_prefill(case).to(executor.device)
     whole = ids_of(executor, case, batch, [24])
-    for pieces in ([1, 23], [7, 9, 8], [13, 11]):
+    for pieces in ([1, 23], [7, 9, 8]):
         assert torch.equal(whole, ids_of(executor, case, batch, pieces)), pieces
 
 
 def test_a_small_workspace_means_passes_and_nothing_else(executor):
     """The scores of a tile fit, those of the batch don't: several passes, the same ids."""
     columns = 256  # of the largest tile
-    case = PrefillCase("passes", "e4m3fn", ((150, 260), (0, 3), (70, 1000)), num_heads=4, data="integer", topk=4)
+    case = PrefillCase("passes", "e4m3fn", ((150, 260), (0, 3), (70, 500)), num_heads=4, data="integer", topk=4)
     tile = columns * 32 * 4
     indexer = run_prefill_case(replace(case, workspace_bytes=tile), executor.indexer, executor.device)
     assert indexer._prefill_plans[0].num_passes > 3
@@ -115,10 +115,10 @@ def test_a_small_workspace_means_passes_and_nothing_else(executor):
         executor.indexer(case.layout(), **{**case.options(), "workspace_bytes": 100})
 
 
-def test_rows_of_several_splits(executor):
+def test_rows_of_several_splits(one_executor):
     """More than 2048 blocks: every split leaves its best keys, the merge makes the ids."""
     case = PrefillCase("long", "e4m3fn", ((2, 2051 * 128), (3, 100)), data="integer", order="local_last")
-    run_prefill_case(case, executor.indexer, executor.device)
+    run_prefill_case(case, one_executor.indexer, one_executor.device)
 
 
 def test_a_bound_on_the_lengths_makes_rows_shorter(executor):

@@ -27,10 +27,12 @@ def load_queries(q_ptrs, mask_c, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def score_tokens(page_ptr, block_in_page, rows, queries, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Dot products [TILE, COLUMNS] of the block's tokens ``rows`` with the queries, in f16 (exact for e4m3fn)."""
+def score_tokens(page_ptr, block_in_page, rows, queries, stored_rows, INTERPRETED: tl.constexpr):
+    """Dot products [TILE, COLUMNS] of tokens ``rows`` of stored blocks of ``stored_rows`` tokens with the queries,
+    in f16 (exact for e4m3fn).
+    """
     offs_d = tl.arange(0, 128)
-    offs = (block_in_page * ROWS + rows)[:, None] * 128 + offs_d[None, :]
+    offs = (block_in_page * stored_rows + rows)[:, None] * 128 + offs_d[None, :]
     keys = tl.load(page_ptr + offs, eviction_policy="evict_first")
     return tl.dot(e4m3fn_to_f16(keys, INTERPRETED), queries, out_dtype=tl.float32)
 @triton.jit

@@ -44,13 +44,15 @@ def load_queries(q_ptrs, mask_c, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def score_tokens(page_ptr, block_in_page, rows, queries, ROWS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Dot products [TILE, COLUMNS] of the block's tokens ``rows`` with the queries; code * scale is exact in f16."""
-    block_ptr = page_ptr + block_in_page * (ROWS * 72)
+def score_tokens(page_ptr, block_in_page, rows, queries, stored_rows, INTERPRETED: tl.constexpr):
+    """Dot products [TILE, COLUMNS] of tokens ``rows`` of stored blocks of ``stored_rows`` tokens with the queries;
+    code * scale is exact in f16.
+    """
+    block_ptr = page_ptr + block_in_page * (stored_rows * 72)
     offs_b = tl.arange(0, 64)
     offs_g = tl.arange(0, 8)
     codes = tl.load(block_ptr + rows[:, None] * 64 + offs_b[None, :], eviction_policy="evict_first")
-    scales = tl.load(block_ptr + ROWS * 64 + rows[:, None] * 8 + offs_g[None, :], eviction_policy="evict_first")
+    scales = tl.load(block_ptr + stored_rows * 64 + rows[:, None] * 8 + offs_g[None, :], eviction_policy="evict_first")
     scales = e4m3fn_to_f16(scales, INTERPRETED)[:, :, None]
     scales = tl.reshape(tl.broadcast_to(scales, [rows.shape[0], 8, 8]), [rows.shape[0], 64])
     codes = codes.to(tl.int16)

@@ -15,7 +15,7 @@ import torch
 from conformance import CONFORMANCE, SELECTIONS, SHORT_PREFILLS, check_selection
 from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
 from fused_cases import check_fused_insert
-from parallel.context_cases import TOTAL_HEADS, ContextCase
+from parallel.context_cases import SHARD_SCORERS, TOTAL_HEADS, ContextCase
 from parallel.test_simulated import check_phases
 from sparse_cases import (
     CASES,
@@ -26,6 +26,7 @@ from sparse_cases import (
 )
 
 from blockpick import CacheLayout
+from blockpick.parallel.heads import BlockShare
 from blockpick.testing.cases import DecodeCase, build, check_batch, poison
 from blockpick.testing.prefill_cases import PrefillCase, run_prefill_case
 from blockpick.testing.reference import insert_reference
@@ -94,6 +95,7 @@ CONTEXTS = [  # of both capacities, over 2 and 4 ranks
     (ContextCase("context-k16-score", lens=(2500, 2304, 641), query_len=1, seed=15), 2),
     (ContextCase("context-k17-local_last", "e4m3fn", lens=(2600, 2304, 641), query_len=1, topk=17, order="local_last",
                  page_size=256, seed=6), 4),
+    *SHARD_SCORERS,
 ]  # fmt: skip
 
 
@@ -102,27 +104,33 @@ CONTEXTS = [  # of both capacities, over 2 and 4 ranks
 def test_context_variants(machine: Any, case: ContextCase, size: int) -> None:
     """All kernels of decode over ranks, phase by phase."""
     lens = case.lens
-    assert len(lens) >= 3 and max(lens) > 128 * case.topk and max(lens) % 128 and case.data == "integer"
+    assert len(lens) >= 3 and max(lens) > 128 * case.topk and max(lens) % 128 and case.data in ("integer", "few")
     indexers, plans = check_phases(machine, case, size)
-    assert ties_across_ranks(case, [indexer.scores(plan) for indexer, plan in zip(indexers, plans, strict=True)]) > 0
+    scores = [indexer.scores(plan) for indexer, plan in zip(indexers, plans, strict=True)]
+    assert ties_across_ranks(case, scores, indexers[0]._engine.context_sizes.blocks) > 0
 
 
-def ties_across_ranks(case: ContextCase, scores: list[torch.Tensor]) -> int:
-    """Rows in which blocks of different ranks have the score of the last place, for more of them than there is room."""
+def ties_across_ranks(case: ContextCase, scores: list[torch.Tensor], share: BlockShare) -> int:
+    """Rows in which blocks of different ranks have the score of the last place, for more of them than there is room.
+    Of a block of which several ranks score a part it is the rank of the best one.
+    """
     found, room = 0, case.topk - case.local_blocks
     for b, length in enumerate(case.lens):
         blocks = -(-length // 128)
         if blocks <= case.topk:
             continue
         for head in range(TOTAL_HEADS):
-            row = torch.empty(blocks)
+            row, source = torch.full((blocks,), -float("inf")), torch.zeros(blocks)
             for rank, own in enumerate(scores):
-                row[rank :: len(scores)] = own[b, -1, head, : len(row[rank :: len(scores)])]
+                mine = torch.arange(share.first_block(rank), blocks, share.step)
+                part = own[b, -1, head, : len(mine)]
+                better = part > row[mine]
+                row[mine], source[mine] = torch.where(better, part, row[mine]), torch.where(better, rank, source[mine])
             history = row[: blocks - case.local_blocks]
             last = history.sort(descending=True).values[room - 1]
             equal = (history == last).nonzero()[:, 0]
             more = int((history > last).sum()) + len(equal) > room
-            found += more and len((equal % len(scores)).unique()) > 1
+            found += more and len(source[equal].unique()) > 1
     return found
 
 

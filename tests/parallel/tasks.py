@@ -43,7 +43,7 @@ def make_indexer(context: Rank, case: ContextCase) -> Indexer:
     """An indexer for the case over the kept group."""
     heads = heads_of(context.rank, context.size)
     return Indexer(
-        case.layout, num_heads=heads.stop - heads.start, parallel="context", group=context.kept["group"],
+        num_heads=heads.stop - heads.start, group=context.kept["group"], **case.rank_options(context.size),
         **place(context), **case.options,
     )  # fmt: skip
 
@@ -55,6 +55,8 @@ def decode(context: Rank, case: ContextCase, calls: int = 2) -> list[str]:
     heads = heads_of(context.rank, context.size)
     expected = replicated(case, where["backend"], where["arch"], device)[:, heads]
     cache, table, lens, q = (tensor.to(device) for tensor in case.batch())
+    if case.sharded:
+        cache = case.rank_cache(context.rank, context.size).to(device)
     indexer = make_indexer(context, case)
     plan = indexer.plan_decode(table, lens, query_len=case.query_len)
     problems = []

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from parallel.context_cases import CASES, SENTINEL, TOTAL_HEADS, ContextCase, heads_of
+from parallel.context_cases import CASES, SENTINEL, SHARD_SCORERS, SHARDED, TOTAL_HEADS, ContextCase, heads_of
 from support import ROOT
 
 from blockpick.testing.simulated import decode_in_phases, simulated_groups
@@ -19,7 +19,7 @@ def indexers_of(executor, case, size):
     """An indexer per simulated rank."""
     heads = heads_of(0, size)
     return [
-        executor.indexer(case.layout, num_heads=heads.stop, parallel="context", group=group, **case.options)
+        executor.indexer(num_heads=heads.stop, group=group, **case.rank_options(size), **case.options)
         for group in simulated_groups(size, executor.device)
     ]
 
@@ -39,6 +39,8 @@ def check_phases(executor, case, size):
     cache, table, lens, q = (tensor.to(executor.device) for tensor in case.batch())
     indexers = indexers_of(executor, case, size)
     shares = [heads_of(rank, size) for rank in range(size)]
+    if case.sharded:
+        cache = [case.rank_cache(rank, size).to(executor.device) for rank in range(size)]
     queries = [q[:, share].contiguous() for share in shares]
     plans = [indexer.plan_decode(table, lens, query_len=case.query_len) for indexer in indexers]
     for _ in range(2):  # both parities
@@ -58,11 +60,27 @@ def test_phases_of_every_target(any_executor, case):
     check_phases(any_executor, case, 2)
 
 
+@pytest.mark.parametrize("case,size", SHARD_SCORERS, ids=str)
+def test_phases_of_parts_on_every_target(any_executor, case, size):
+    check_phases(any_executor, case, size)
+
+
 SPREAD = [(case, (2, 4, 8)[number % 3]) for number, case in enumerate(CASES)]  # rank processes run every case on each
 
 
 @pytest.mark.parametrize("case,size", SPREAD, ids=str)
 def test_phases(one_executor, case, size):
+    check_phases(one_executor, case, size)
+
+
+DTYPES = 8  # the first of the sharded cases: every dtype and page size
+SHARDS = [(case, size) for case in SHARDED[:DTYPES] for size in (2, 4)]
+SHARDS += [(case, (2, 4, 8)[number % 3]) for number, case in enumerate(SHARDED[DTYPES:])]
+
+
+@pytest.mark.parametrize("case,size", SHARDS, ids=str)
+def test_phases_of_shards(one_executor, case, size):
+    """Ids of ranks that store 16, 32, 64 or 128 rows of a block are those of replicated decode."""
     check_phases(one_executor, case, size)
 
 

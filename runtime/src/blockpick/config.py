@@ -100,10 +100,6 @@ class IndexerConfig:
             raise UnsupportedConfigError(
                 f"Indexer: nvfp4_rounding={self.nvfp4_rounding!r} with a {self.layout.dtype} cache; it belongs to nvfp4"
             )
-        if self.layout.shards != 1:
-            raise UnsupportedConfigError(
-                f"Indexer: layout.shards={self.layout.shards}: decode runs on a replicated cache (shards=1)"
-            )
         if self.max_requests * self.max_blocks > INT32_MAX:
             raise UnsupportedConfigError(
                 f"Indexer: max_requests={self.max_requests} * {self.max_blocks} blocks exceeds {INT32_MAX} list entries"

@@ -23,7 +23,7 @@ from .parallel.heads import RANKS
 if TYPE_CHECKING:
     from .parallel.group import Group
 
-PARALLEL = (None, "context")
+PARALLEL = (None, "context", "sharded")
 _logger = logging.getLogger("blockpick")
 
 
@@ -34,6 +34,7 @@ class Spread:
     parallel: str | None = None
     group: Group | None = None
     total_heads: int | None = None
+    shard_scorer: bool = False
 
     def check(self, config: IndexerConfig, device: torch.device) -> None:
         """Refuse what can't be spread.
@@ -44,17 +45,20 @@ class Spread:
             Naming the argument; the same on all ranks.
         """
         if self.parallel not in PARALLEL:
-            raise UnsupportedConfigError(f"Indexer: parallel={self.parallel!r} is not supported; None, 'context'")
+            raise UnsupportedConfigError(
+                f"Indexer: parallel={self.parallel!r} is not supported; supported: None, 'context', 'sharded'"
+            )
+        self._check_shards(config)
         if self.parallel is None:
             if self.group is not None or self.total_heads is not None:
-                raise UnsupportedConfigError("Indexer: group and total_heads belong to parallel='context'")
+                raise UnsupportedConfigError("Indexer: group and total_heads belong to parallel='context' or 'sharded'")
             return
         if self.group is None:
             raise UnsupportedConfigError(f"Indexer: parallel={self.parallel!r} needs a group, a blockpick.RankGroup")
         if config.slots != 1:
             raise UnsupportedConfigError(
-                f"Indexer: slots={config.slots} with parallel='context': exchanges of two batches in flight would wait "
-                "for one another; supported: 1"
+                f"Indexer: slots={config.slots} with parallel={self.parallel!r}: exchanges of two batches in flight "
+                "would wait for one another; supported: 1"
             )
         if self.group.size not in (1, *RANKS):
             raise UnsupportedConfigError(
@@ -62,6 +66,29 @@ class Spread:
             )
         if self.group.device != device:
             raise UnsupportedConfigError(f"Indexer: device {device}, but the group was made for {self.group.device}")
+
+    def _check_shards(self, config: IndexerConfig) -> None:
+        """Refuse a cache that isn't stored as ``parallel`` reads it."""
+        shards = config.layout.shards
+        if self.parallel != "sharded":
+            if shards != 1:
+                raise UnsupportedConfigError(
+                    f"Indexer: layout.shards={shards} with parallel={self.parallel!r}, which reads a replicated cache "
+                    f"(shards=1); a sharded one needs parallel='sharded' and a group of {shards} ranks"
+                )
+            if self.shard_scorer:
+                raise UnsupportedConfigError("Indexer: shard_scorer=True belongs to parallel='sharded'")
+            return
+        if self.group is not None and self.group.size != shards:
+            raise UnsupportedConfigError(
+                f"Indexer: layout.shards={shards} with a group of {self.group.size} rank(s); every rank stores one "
+                "shard, so these must be equal"
+            )
+        if config.max_prefill_tokens:
+            raise UnsupportedConfigError(
+                f"Indexer: max_prefill_tokens={config.max_prefill_tokens} with parallel='sharded': prefill of a "
+                "sharded cache is not supported; supported: 0"
+            )
 
     def obstacle(self) -> str | None:
         """Why decode stays on one rank although ``parallel`` asks for more; the same on all ranks."""
@@ -94,7 +121,7 @@ def make_engine(
     def kernels(info: DeviceInfo | None, arch: str, route: str) -> KernelEngine:
         if group is None:
             return KernelEngine(config, device, info, arch, route)
-        return ContextEngine(config, device, info, arch, route, group, spread.total_heads)
+        return ContextEngine(config, device, info, arch, route, group, spread.total_heads, spread.shard_scorer)
 
     if group is not None and backend == "reference":
         raise UnsupportedConfigError("Indexer: backend='reference' decodes on one rank; leave parallel away")

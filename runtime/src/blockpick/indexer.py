@@ -79,14 +79,18 @@ class Indexer:
     topk_every, topk_offset : int
         Cross-layer sharing: sparse layer n reuses the last selection when ``max(n - topk_offset, 0) % topk_every`` is
         not 0; :meth:`picks` answers for a layer.
-    parallel : {None, "context"}
+    parallel : {None, "context", "sharded"}
         ``context``: decode is spread over the ranks of ``group``; each scores its share of the blocks for the heads of
         all ranks, and gets the ids that it would have got alone. Ranks must then plan and decode the same batches in
-        the same order. Prefill stays on each rank.
+        the same order. Prefill stays on each rank. ``sharded``: the same over a cache of which every rank stores one
+        shard (``layout.shards`` ranks); decode only.
     group : RankGroup, optional
         The ranks.
     total_heads : int, optional
         Index heads of all ranks together; more ranks than heads hold replicas. Default: 4, or what the ranks hold.
+    shard_scorer : bool
+        With ``sharded``: take the scorer of parts of blocks also where every rank stores whole ones (pages of 256 over
+        two ranks), which the scorer of whole blocks serves by default. Ids are the same.
     slots : int
         Batches that may be in flight at once (two streams, dual-batch overlap); each has its own buffers.
     device : torch.device or str
@@ -116,7 +120,7 @@ class Indexer:
         out_layout: str = "thk", empty_row: str = "minus_one", nvfp4_rounding: str | None = None, slots: int = 1,
         max_prefill_tokens: int = 0, workspace_bytes: int = 1 << 28, prefill_numerics: str | None = None,
         topk_every: int = 1, topk_offset: int = 0, parallel: str | None = None, group: Group | None = None,
-        total_heads: int | None = None,
+        total_heads: int | None = None, shard_scorer: bool = False,
         device: torch.device | str = "cuda", backend: str = "auto", allow_jit: bool = False, arch: str | None = None,
     ) -> None:  # fmt: skip
         self.config = IndexerConfig(
@@ -125,7 +129,7 @@ class Indexer:
             prefill_numerics, topk_every, topk_offset,
         )  # fmt: skip
         self.device = resolve_device(device)
-        self._spread = Spread(parallel, group, total_heads)
+        self._spread = Spread(parallel, group, total_heads, shard_scorer)
         self._engine, self.route, self._reason = make_engine(
             self.config, self.device, backend, allow_jit, arch, self._spread
         )
@@ -149,7 +153,8 @@ class Indexer:
 
         For an engine's memory profiling. Takes the constructor's arguments and raises what it would raise.
         """
-        spread = Spread(**{name: options.pop(name, None) for name in ("parallel", "group", "total_heads")})
+        names = ("parallel", "group", "total_heads", "shard_scorer")
+        spread = Spread(**{name: options.pop(name) for name in names if name in options})
         config = IndexerConfig(layout, **options)
         engine = make_engine(config, resolve_device(device), backend, allow_jit, arch, spread)[0]
         return engine.memory() + StepStaging.memory(config)

@@ -15,7 +15,7 @@ from ..config import IndexerConfig, Memory
 from ..device import on_device
 from ..dispatch import find_package
 from ..errors import PeerError, StalePlanError, UnsupportedConfigError
-from ..parallel.heads import HeadShare
+from ..parallel.heads import BlockShare, HeadShare
 from ..plan import DecodePlan, PrefillPlan
 from .context_pick import ContextKernels, ContextPick, ContextSizes
 from .engine import KernelEngine
@@ -31,14 +31,14 @@ class ContextEngine(KernelEngine):
 
     def __init__(
         self, config: IndexerConfig, device: torch.device, info: DeviceInfo | None, arch: str, route: str,
-        group: Group, total_heads: int | None,
+        group: Group, total_heads: int | None, shard_scorer: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(config, device, info, arch, route, decodes=False)
         self.group, self.share = group, HeadShare.of(group.size, config.num_heads, total_heads)
-        package = find_package(arch)
-        self.context_kernels = ContextKernels.choose(package, config, self.share, route)
+        package, blocks = find_package(arch), BlockShare.of(config.layout, group.size)
+        self.context_kernels = ContextKernels.choose(package, config, self.share, blocks, route, shard_scorer)
         self.choices = tuple(dict.fromkeys((*self.context_kernels.choices, *self.choices)))
-        self.context_sizes = ContextSizes(config, self.share)
+        self.context_sizes = ContextSizes(config, self.share, blocks)
         per_unit = max(int(choice.variant.launch["units_per_cu"]) for choice in self.context_kernels.score)
         self._shapes = self.context_sizes.shapes(self._compute_units * per_unit, group.transport == "collective")
         self._exchange: PeerBuffer | None = None
@@ -145,12 +145,13 @@ class ContextEngine(KernelEngine):
         UnsupportedConfigError
             Always: an exchange without its merge would leave the epoch where it is.
         """
-        raise UnsupportedConfigError("scores alone: not with parallel='context'; use an indexer of one rank")
+        raise UnsupportedConfigError("scores alone: not with parallel; use an indexer of one rank")
 
     def scores(self, plan: DecodePlan) -> torch.Tensor:
         """Scores of this rank's blocks for all heads of the group as [B, L, heads, own blocks] fp32."""
         heads, stride = self.share.total_heads, self.context_sizes.score_stride
         rows = plan.num_requests * plan.query_len * heads
-        own = -(-(plan.table_blocks - self.group.rank) // self.share.size)
+        blocks = self.context_sizes.blocks
+        own = -(-(plan.table_blocks - blocks.first_block(self.group.rank)) // blocks.step)
         scores = self.context_buffers["scores"][: rows * stride].view(rows, stride)[:, :own]
         return scores.view(plan.num_requests, plan.query_len, heads, -1)

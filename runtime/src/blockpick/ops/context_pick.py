@@ -16,28 +16,27 @@ from ..backend_api import Launch
 from ..config import ORDERS, IndexerConfig
 from ..device import current_stream
 from ..dispatch import Choice, Need, select
-from ..layout import HEAD_DIM, page_stride_bytes
+from ..layout import BLOCK_TOKENS, HEAD_DIM, page_stride_bytes
 from ..manifest import KernelPackage
 from ..plan import DecodePlan
-from .decode_pick import PLAN_ARGS, SCORE_ARGS, select_scorers
+from .decode_pick import PLAN_ARGS, SCORE_ARGS, cache_needs, select_scorers
 from .selection import Bind
 from .sparse_table import SparseTable, table_form
 
 if TYPE_CHECKING:
     from ..parallel.group import Group
-    from ..parallel.heads import HeadShare
+    from ..parallel.heads import BlockShare, HeadShare
 
 PUSH, WAIT = 1, 2  # phases of the query exchange
+EMPTY_BLOCK_ZERO, PARTS = 1, 2  # flags of the merge
 CONTROL_BYTES = 4096  # before what kernels exchange: the flag and the limit of waits
 WORD_BYTES = 8
+PART_ROWS = 16  # of which decode_score_shards' parts of a block consist
+SHARDS_ROLE = "decode_score_shards"
 CONTROL_WORDS = CONTROL_BYTES // WORD_BYTES
 EXCHANGE_ARGS = ("q_ptr", "stride_q_t", "stride_q_h", "num_tokens", "phases")
 MERGE_ARGS = ("stride_out_t", "stride_out_h", "stride_source", "num_requests")
-TABLE_POINTERS = (
-    "attention_table_ptr",
-    "table_ptr",
-    "lens_ptr",
-)  # a sparse table's; decode finds requests without more
+TABLE_POINTERS = ("attention_table_ptr", "table_ptr", "lens_ptr")  # a sparse table's; requests are found without more
 TABLE_NUMBERS = ("stride_attention", "table_form")
 
 
@@ -52,8 +51,12 @@ class ContextKernels:
     merge: Choice
 
     @classmethod
-    def choose(cls, package: KernelPackage, config: IndexerConfig, share: HeadShare, route: str) -> ContextKernels:
-        """Choose the kernels of ``config`` from one package; needs no device.
+    def choose(
+        cls, package: KernelPackage, config: IndexerConfig, share: HeadShare, blocks: BlockShare, route: str,
+        shard_scorer: bool = False,
+    ) -> ContextKernels:  # fmt: skip
+        """Choose the kernels of ``config`` from one package; needs no device. ``shard_scorer``: take the scorer of
+        parts of blocks also where ranks store whole ones.
 
         Raises
         ------
@@ -64,7 +67,7 @@ class ContextKernels:
         return cls(
             plan=select(package, "decode_plan", [], route),
             exchange=select(package, "exchange_queries", [], route),
-            score=select_scorers(package, config, share.total_heads, route),
+            score=select_rank_scorers(package, config, share.total_heads, blocks, route, shard_scorer),
             push=select(package, "push_candidates", topk, route),
             merge=select(package, "merge_ranks", topk, route),
         )
@@ -75,12 +78,38 @@ class ContextKernels:
         return (self.plan, self.exchange, *dict.fromkeys(self.score), self.push, self.merge)
 
 
+def select_rank_scorers(
+    package: KernelPackage, config: IndexerConfig, total_heads: int, blocks: BlockShare, route: str, shard_scorer: bool
+) -> tuple[Choice, ...]:
+    """The scorer of every query length for a rank's share of the blocks, of one numeric family with the scorer that a
+    replicated cache would get: the same op where it has variants of so many rows.
+
+    Raises
+    ------
+    KernelNotInstalledError
+        When there is none; the message lists every candidate with its reason.
+    """
+    whole = select_scorers(package, config, total_heads, route)
+    family = whole[0].variant.op
+    parts = any(v.op == family and v.axes["rows"] < BLOCK_TOKENS for v in package.variants)
+    if blocks.rows == BLOCK_TOKENS and (parts or not shard_scorer):
+        return whole
+    cache = cache_needs(config, config.rounding(package.nvfp4_rounding))[:2]
+    lengths = range(1, config.max_query_len + 1)
+    columns = [Need("columns", total_heads * length, at_least=True) for length in lengths]
+    if parts:
+        rows = Need("rows", blocks.rows)
+        return tuple(select(package, "decode_score", [*cache, rows, need], route, family) for need in columns)
+    return tuple(select(package, SHARDS_ROLE, [*cache, need], route) for need in columns)
+
+
 @dataclass(frozen=True)
 class ContextSizes:
     """Where queries and candidates lie in the exchanged memory, and the shapes of a rank's own buffers."""
 
     config: IndexerConfig
     share: HeadShare
+    blocks: BlockShare
 
     @property
     def max_tokens(self) -> int:
@@ -95,7 +124,7 @@ class ContextSizes:
     @property
     def own_blocks(self) -> int:
         """Blocks of the longest request that one rank scores at most."""
-        return -(-self.config.max_blocks // self.share.size)
+        return -(-self.config.max_blocks // self.blocks.step)
 
     @property
     def score_stride(self) -> int:
@@ -185,35 +214,45 @@ class ContextPick:
         return self._sizes.share.first_head(self._group.rank)
 
     def _peer_arguments(self) -> dict[str, Any]:
-        return {"peers_ptr": self._buffers["peers"], "cp_rank": self._group.rank, **self._call_arguments()}
+        return {"peers_ptr": self._buffers["peers"], "epochs_ptr": self._buffers["epochs"]}
 
-    def _call_arguments(self) -> dict[str, Any]:
-        return {"epochs_ptr": self._buffers["epochs"], "cp_size": self._sizes.share.size}
+    def _dealt_blocks(self) -> dict[str, int]:
+        """Which blocks are this rank's."""
+        return {
+            "block_step": self._sizes.blocks.step, "first_block": self._sizes.blocks.first_block(self._group.rank)
+        }  # fmt: skip
 
     def _bind_exchange(self, bind: Bind) -> Launch:
         share = self._sizes.share
         fixed = {
             "queries_ptr": self._buffers["queries"], "record_ptr": self._group.record, "region_bytes": CONTROL_BYTES,
             "parity_bytes": self._sizes.query_bytes, "num_heads": share.num_heads, "total_heads": share.total_heads,
-            "replicas": share.replicas, "row_words": self._sizes.row_words, **self._peer_arguments(),
+            "replicas": share.replicas, "row_words": self._sizes.row_words, "cp_size": share.size,
+            "cp_rank": self._group.rank, **self._peer_arguments(),
         }  # fmt: skip
         return bind(self._kernels.exchange, fixed, EXCHANGE_ARGS)
 
     def _bind(self, length: int, bind: Bind) -> tuple[Launch, ...]:
         """Launches (plan, score, push, merge, merge with a sparse table) for one query length."""
         config, share, buffers, kernels = self._sizes.config, self._sizes.share, self._buffers, self._kernels
+        blocks, rank, scorer = self._sizes.blocks, self._group.rank, kernels.score[length - 1]
         units = self._units[length - 1]
         lists: dict[str, Any] = {
             f"{name}_ptr": buffers[name] for name in ("header", "offsets", "unit_request", "blocks")
         }
-        lists |= {"blocks_per_page": config.layout.blocks_per_page, "query_len": length}
-        ranks = {"cp_size": share.size, "cp_rank": self._group.rank}
+        lists |= {"query_len": length}
         plan = {
             **lists, "positions_ptr": buffers["positions"], "local_positions_ptr": buffers["local_positions"],
-            "unscored_blocks": config.unscored_blocks, "num_units": units, **ranks,
+            "blocks_per_page": config.layout.blocks_per_page, "unscored_blocks": config.unscored_blocks,
+            "num_units": units, "stored_blocks": blocks.stored_blocks, "block_rows": blocks.rows,
+            "first_row": blocks.first_row(rank), **self._dealt_blocks(),
         }  # fmt: skip
+        form = (
+            {"block_parts": blocks.rows // PART_ROWS} if scorer.variant.role == SHARDS_ROLE
+            else {"blocks_per_page": blocks.stored_blocks}
+        )  # fmt: skip
         score = {
-            **lists, "q_ptr": buffers["queries"], "scores_ptr": buffers["scores"],
+            **lists, **form, "q_ptr": buffers["queries"], "scores_ptr": buffers["scores"],
             "positions_ptr": buffers["local_positions"], "stride_scores": self._sizes.score_stride,
             "num_heads": share.total_heads, "stride_q_t": share.total_heads * self._sizes.row_words * 4,
             "stride_q_h": self._sizes.row_words * 4,
@@ -224,20 +263,21 @@ class ContextPick:
         }  # fmt: skip
         del rows["stride_source"]  # comes with every launch
         push = {
-            **rows, **self._peer_arguments(), "scores_ptr": buffers["scores"],
+            **rows, **self._peer_arguments(), **self._dealt_blocks(), "rank": rank, "scores_ptr": buffers["scores"],
             "stride_scores": self._sizes.score_stride, "total_heads": share.total_heads, "replicas": share.replicas,
             "init_blocks": config.init_blocks, "local_blocks": config.local_blocks,
         }  # fmt: skip
         # what the merge reads: the own exchange buffer, or what was gathered
         own = buffers["peers"][share.size if self._collective else self._group.rank :]
         merge = {
-            **rows, **self._call_arguments(), "own_buffer_ptr": own, "record_ptr": self._record(),
-            "empty_block_zero": int(config.empty_row == "block_zero"),
+            **rows, "epochs_ptr": buffers["epochs"], "cp_size": share.size,
+            "own_buffer_ptr": own, "record_ptr": self._record(),
+            "flags": EMPTY_BLOCK_ZERO * (config.empty_row == "block_zero") + PARTS * (blocks.copies > 1),
         }  # fmt: skip
         nothing = {**dict.fromkeys(TABLE_POINTERS, buffers["header"]), **dict.fromkeys(TABLE_NUMBERS, 0)}
         score_args = tuple(name for name in SCORE_ARGS if name not in ("q_ptr", "stride_q_t", "stride_q_h"))
         return (
-            bind(kernels.plan, plan, PLAN_ARGS), bind(kernels.score[length - 1], score, score_args),
+            bind(kernels.plan, plan, PLAN_ARGS), bind(scorer, score, score_args),
             bind(kernels.push, push, ("stride_source", "num_requests")),
             bind(kernels.merge, merge | nothing, ("out_ptr", *MERGE_ARGS)),
             bind(kernels.merge, merge, ("out_ptr", *TABLE_POINTERS, *MERGE_ARGS, *TABLE_NUMBERS)),
@@ -266,7 +306,7 @@ class ContextPick:
     def plan(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int) -> None:
         """Launch the plan kernel: the blocks of this rank."""
         num_requests, width = block_table.shape
-        blocks = -(-width * self._sizes.config.layout.blocks_per_page // self._sizes.share.size)
+        blocks = -(-width * self._sizes.config.layout.blocks_per_page // self._sizes.blocks.step)
         chunks = -(-blocks // self._plan_chunk)
         self._launches[query_len - 1][0](
             num_requests * chunks, current_stream(block_table.device), seq_lens, block_table, block_table.stride(0),

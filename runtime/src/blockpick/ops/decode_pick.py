@@ -12,7 +12,7 @@ from ..backend_api import Launch
 from ..config import IndexerConfig
 from ..device import current_stream
 from ..dispatch import Choice, Need, select
-from ..layout import page_stride_bytes
+from ..layout import BLOCK_TOKENS, page_stride_bytes
 from ..manifest import KernelPackage
 from ..plan import DecodePlan
 from .selection import Bind, Selection
@@ -37,10 +37,8 @@ class DecodeKernels:
 
 
 def cache_needs(config: IndexerConfig, rounding: str) -> list[Need]:
-    """What a scorer must be built for."""
-    return [
-        Need("cache", config.layout.dtype), Need("rounding", rounding), Need("rows", config.layout.segment_rows)
-    ]  # fmt: skip
+    """What a scorer of whole blocks must be built for."""
+    return [Need("cache", config.layout.dtype), Need("rounding", rounding), Need("rows", BLOCK_TOKENS)]
 
 
 def select_decode(package: KernelPackage, config: IndexerConfig, route: str) -> DecodeKernels:
@@ -99,7 +97,10 @@ class DecodePick:
         shared = {f"{name}_ptr": buffers[name] for name in lists} | {
             "blocks_per_page": config.layout.blocks_per_page, "query_len": length,
         }  # fmt: skip
-        whole = {"local_positions_ptr": buffers["positions"], "cp_size": 1, "cp_rank": 0}  # one rank has all blocks
+        whole = {  # one rank has all rows of all blocks
+            "local_positions_ptr": buffers["positions"], "block_step": 1, "first_block": 0, "first_row": 0,
+            "stored_blocks": config.layout.blocks_per_page, "block_rows": BLOCK_TOKENS,
+        }  # fmt: skip
         plan = {"unscored_blocks": config.unscored_blocks, "num_units": self.units[length - 1], **whole}
         score = {
             "scores_ptr": buffers["scores"], "stride_scores": config.score_stride, "num_heads": config.num_heads

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import UnsupportedConfigError
+from ..layout import BLOCK_TOKENS, CacheLayout
 
 RANKS = (2, 4, 8)
 M3_HEADS = 4
@@ -46,3 +47,41 @@ class HeadShare:
     def first_head(self, rank: int) -> int:
         """The first of a rank's heads."""
         return rank // self.replicas * self.num_heads
+
+
+@dataclass(frozen=True)
+class BlockShare:
+    """Blocks over ranks: a rank scores every ``step``-th block, and of its 128 tokens those that it stores.
+
+    Attributes
+    ----------
+    step : int
+        Ranks between which blocks are dealt out.
+    copies : int
+        Neighbouring ranks that score parts of the same blocks.
+    rows : int
+        Tokens of a block that one rank stores.
+    stored_blocks : int
+        Blocks, or parts of one, in a stored page.
+    """
+
+    step: int
+    copies: int
+    rows: int
+    stored_blocks: int
+
+    @classmethod
+    def of(cls, layout: CacheLayout, size: int) -> BlockShare:
+        """Whole blocks of a replicated cache in turn; of a sharded one what each rank stores."""
+        if layout.shards == 1:
+            return cls(size, 1, BLOCK_TOKENS, layout.blocks_per_page)
+        copies = max(1, BLOCK_TOKENS // layout.page_rows)
+        return cls(size // copies, copies, layout.segment_rows, 1)
+
+    def first_block(self, rank: int) -> int:
+        """The first block that a rank scores."""
+        return rank // self.copies
+
+    def first_row(self, rank: int) -> int:
+        """The first of its tokens that the rank stores."""
+        return rank % self.copies * self.rows

@@ -85,10 +85,15 @@ def simulated_groups(size: int, device: torch.device | str, limit_s: float = 5.0
 
 
 def decode_in_phases(
-    indexers: Sequence[Indexer], plans: Sequence[DecodePlan], queries: Sequence[torch.Tensor], cache: torch.Tensor,
-    outs: Sequence[torch.Tensor], sparse_tables: Sequence[SparseTable | None] | None = None,
+    indexers: Sequence[Indexer], plans: Sequence[DecodePlan], queries: Sequence[torch.Tensor],
+    cache: torch.Tensor | Sequence[torch.Tensor], outs: Sequence[torch.Tensor],
+    sparse_tables: Sequence[SparseTable | None] | None = None,
 ) -> None:  # fmt: skip
-    """One layer on all ranks of a process, phase by phase on one stream: nothing waits in vain, nothing spins."""
+    """One layer on all ranks of a process, phase by phase on one stream: nothing waits in vain, nothing spins.
+
+    ``cache`` is that of all ranks, or one for each.
+    """
+    caches = [cache] * len(indexers) if isinstance(cache, torch.Tensor) else cache
     ranks = []
     for indexer, plan, q, out in zip(indexers, plans, queries, outs, strict=True):
         engine = indexer._engine
@@ -99,8 +104,8 @@ def decode_in_phases(
         context.exchange(plan, q, PUSH)
     for context, plan, q, _ in ranks:
         context.exchange(plan, q, WAIT)
-    for context, plan, q, _ in ranks:
-        context.score(plan, cache)
+    for (context, plan, q, _), own in zip(ranks, caches, strict=True):
+        context.score(plan, own)
         context.push(plan, q.device)
     for (context, plan, _, out), sparse in zip(ranks, sparse_tables or [None] * len(ranks), strict=True):
         context.merge(plan, out, sparse)
