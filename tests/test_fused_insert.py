@@ -27,7 +27,7 @@ def test_heads_and_partial_tiles(executor, num_heads, num_tokens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_size,shards", [(128, 4), (256, 1), (256, 2), (128, 8)])
+@pytest.mark.parametrize("page_size,shards", [(256, 1), (128, 2), (128, 4), (128, 8), (256, 2), (256, 4), (256, 8)])
 def test_shards_store_their_own_rows_only(one_executor, dtype, page_size, shards):
     """Every rank stores its part of the page, and together they are the plain insert of the same bf16 keys."""
     call = rows(60, 1, one_executor.device, seed=3)

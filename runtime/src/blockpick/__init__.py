@@ -21,6 +21,7 @@ from .ops.insert import insert
 from .ops.sparse_table import SparseTable
 from .parallel import RankGroup
 from .plan import DecodePlan, PrefillPlan
+from .reshard import reshard
 from .step import StepPlan
 
 __version__ = "0.1.0"
@@ -46,4 +47,5 @@ __all__ = [
     "UnsupportedConfigError",
     "insert",
     "qk_norm_rope_insert",
+    "reshard",
 ]

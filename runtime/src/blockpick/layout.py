@@ -111,6 +111,63 @@ class CacheLayout:
             raise ValueError(f"page: {page} is outside the cache of {cache.shape[0]} pages")
         return page * page_stride_bytes(cache), self.page_bytes
 
+    def stored_tokens(self, shard: int) -> range:
+        """Tokens of every page that rank ``shard`` stores, in stored order: ``page_rows`` of ``range(page_size)``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            When ``shard`` is no int, or outside ``0..shards - 1``.
+        """
+        self.check_shard(shard)
+        return range(shard * self.page_rows, (shard + 1) * self.page_rows)
+
+    def shard_ranges(self, shard: int) -> list[tuple[int, int]]:
+        """Byte ranges ``(offset, size)`` of the replicated page whose bytes, one after the other, are the page that
+        rank ``shard`` stores.
+
+        Parameters
+        ----------
+        shard : int
+            The rank, ``0 <= shard < shards``.
+
+        Returns
+        -------
+        list of (int, int)
+            In stored order; offsets in bytes from the first byte of a page of the same layout with ``shards=1``. The
+            sizes add up to ``page_bytes``, and the ranges of all ranks cover the replicated page once. ``bf16`` and
+            ``e4m3fn`` have one range; ``nvfp4`` has codes and scales apart, or one range where they lie together.
+
+        Raises
+        ------
+        TypeError, ValueError
+            When ``shard`` is no int, or outside ``0..shards - 1``.
+        """
+        tokens = self.stored_tokens(shard)
+        if self.dtype != "nvfp4":
+            return [(tokens.start * TOKEN_BYTES[self.dtype], self.page_bytes)]
+        ranges: list[tuple[int, int]] = []
+        for first in tokens[:: self.segment_rows]:
+            block, row = divmod(first, BLOCK_TOKENS)
+            base = block * BLOCK_TOKENS * 72
+            for offset, size in (
+                (base + row * 64, self.segment_rows * 64), (base + BLOCK_TOKENS * 64 + row * 8, self.segment_rows * 8),
+            ):  # fmt: skip
+                if ranges and sum(ranges[-1]) == offset:
+                    ranges[-1] = (ranges[-1][0], ranges[-1][1] + size)
+                else:
+                    ranges.append((offset, size))
+        return ranges
+
+    def check_shard(self, shard: int, name: str = "shard") -> None:
+        """Raise ``TypeError`` or ``ValueError`` naming the argument ``name`` unless ``shard`` is a rank of this
+        layout.
+        """
+        if isinstance(shard, bool) or not isinstance(shard, int):
+            raise TypeError(f"{name}: must be an int, is {type(shard).__name__}")
+        if not 0 <= shard < self.shards:
+            raise ValueError(f"{name}: must be 0..{self.shards - 1} (shards={self.shards}), is {shard}")
+
     def fingerprint(self) -> str:
         """What two instances must agree on before one's pages are moved to the other, in one comparable line.
 
@@ -192,7 +249,7 @@ def fingerprint_fields(fingerprint: str) -> dict[str, str]:
     return {"format": head} | {name: value for name, equals, value in pairs if equals}
 
 
-def check_layout(layout: object) -> None:
-    """Raise ``TypeError`` naming the argument unless ``layout`` is a :class:`CacheLayout`."""
+def check_layout(layout: object, name: str = "layout") -> None:
+    """Raise ``TypeError`` naming the argument ``name`` unless ``layout`` is a :class:`CacheLayout`."""
     if not isinstance(layout, CacheLayout):
-        raise TypeError(f"layout: must be a CacheLayout, is {type(layout).__name__}")
+        raise TypeError(f"{name}: must be a CacheLayout, is {type(layout).__name__}")
