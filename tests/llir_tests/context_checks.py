@@ -8,17 +8,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from executors import standin
+from parallel.context_cases import TOTAL_HEADS, ContextCase
 
 from blockpick import CacheLayout
 from blockpick.ops.context_pick import CONTROL_WORDS, PUSH, WAIT, WORD_BYTES
 from blockpick.ops.sparse_table import SparseTable
-from blockpick.testing.reference import select_blocks, sparse_row
+from blockpick.testing.reference import dequantise, select_blocks, sparse_row
 from blockpick.testing.simulated import simulated_groups
 
 LIMIT_S = 0.15
@@ -26,7 +27,6 @@ TICK_NS = 1_000_000  # by which every reading of the clock moves it: a limit is 
 FLAG = 0  # word of a rank's own buffer
 SENTINEL = -77
 EPOCH_BITS, FORCED_BIT, VISIBLE = 32, 49, 1 << 48
-TOTAL_HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,20 @@ def meanwhile(happens: Callable[[], None] | None = None) -> Iterator[None]:
 class Team:
     """Simulated ranks whose plans are written by the test: one request for each position."""
 
-    def __init__(self, machine: Any, size: int, heads: int, positions: Sequence[int], **options: Any) -> None:
+    def __init__(
+        self, machine: Any, size: int, heads: int, positions: Sequence[int], sharded: bool = False, **options: Any
+    ) -> None:
         self.machine, self.size, self.heads, self.positions = machine, size, heads, list(positions)
+        self.step = 1 if sharded else size  # of pages of one block every rank has a part
+        layout = {"layout": CacheLayout("bf16", 128, size), "parallel": "sharded"}
+        layout = layout if sharded else {"layout": CacheLayout("bf16"), "parallel": "context"}
         self.replicas = size * heads // TOTAL_HEADS
         self.plan, self.groups = Planned(len(positions)), simulated_groups(size, "cpu", LIMIT_S)
         self.options = {"topk": 16, "init_blocks": 0, "local_blocks": 1, "order": "score", **options}
         fits = {"max_requests": len(positions) + 1, "max_seq_len": -(-max(*positions, 2048) // 128 + 1) * 128}
         indexers = [
             machine.indexer(
-                CacheLayout("bf16"), num_heads=heads, total_heads=TOTAL_HEADS, parallel="context", group=group, **fits,
-                **self.options,
+                num_heads=heads, total_heads=TOTAL_HEADS, group=group, **layout, **fits, **self.options
             )
             for group in self.groups
         ]  # fmt: skip
@@ -120,7 +124,7 @@ class Team:
         own, topk = self.positions[request] // 128, self.options["topk"]
         if own < 0 or (self.options["order"] != "score" and own < topk):
             return np.zeros(0, np.int64)
-        block = np.arange(rank, own + 1, self.size)
+        block = np.arange(rank % self.step, own + 1, self.step)
         value = scores[request, head, block].numpy() + np.float32(0)
         bits = value.view(np.uint32).astype(np.int64)
         ordered = np.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
@@ -149,11 +153,29 @@ class Team:
 
 def check_context_plan(machine: Any) -> None:
     """The work list of every rank for lengths of every kind: its blocks, and positions in which only they count."""
-    lens, width, size, query_len = [2500, 0, 129, -5, 128 * 4096, 70_001, 384], 640, 4, 2
+    for page_size, shards in (
+        (256, 1),
+        (128, 4),
+        (256, 4),
+    ):  # stored: whole blocks; 32 rows of each; 64 of every second
+        check_plan_of_ranks(machine, page_size, shards)
+
+
+def check_plan_of_ranks(machine: Any, page_size: int, shards: int) -> None:
+    """Four ranks, of pages and shards of some size, against counting tokens one by one."""
+    lens, width, size, query_len = [2500, 0, 129, -5, 128 * 4096, 70_001, 384, 34], 640, 4, 2
     table = torch.arange(len(lens) * width, dtype=torch.int32).view(len(lens), width).flip(1)
-    options = {"max_requests": len(lens), "max_query_len": query_len, "max_seq_len": width * 256, "order": "local_last"}
+    tokens_held = width * page_size
+    options = {"max_requests": len(lens), "max_query_len": query_len, "max_seq_len": tokens_held, "order": "local_last"}
+    parallel, bpp = "context" if shards == 1 else "sharded", page_size // 128
     for group in simulated_groups(size, "cpu"):
-        indexer = machine.indexer(CacheLayout("bf16", 256), num_heads=1, parallel="context", group=group, **options)
+        layout = CacheLayout("bf16", page_size, shards)
+        indexer = machine.indexer(layout, num_heads=1, parallel=parallel, group=group, **options)
+        if shards == 1:
+            stored = np.arange(tokens_held) // 128 % size == group.rank
+        else:
+            stored = np.arange(tokens_held) % page_size // layout.page_rows == group.rank
+        held = np.unique(np.nonzero(stored)[0] // 128)
         found = indexer._engine.context_buffers
         for name in ("positions", "local_positions", "offsets", "blocks"):
             found[name].fill_(SENTINEL)
@@ -161,16 +183,16 @@ def check_context_plan(machine: Any) -> None:
         model = {name: [] for name in ("positions", "local_positions", "offsets", "blocks")}
         for row, length in zip(table.tolist(), lens, strict=True):
             tokens = max(length, 0)
-            mine = range(group.rank, -(-min(tokens, width * 256) // 128), size)
+            count = -(-min(tokens, tokens_held) // 128)
             model["offsets"].append(len(model["blocks"]))
-            if -(-min(tokens, width * 256) // 128) > 16:  # fewer all win, in an order that ids decide
-                model["blocks"] += [row[block // 2] * 2 + block % 2 for block in mine]
+            if count > 16:  # fewer all win, in an order that ids decide
+                for block in held[held < count].tolist():
+                    page = row[block // bpp]
+                    model["blocks"].append(page * bpp + block % bpp if shards == 1 else page)
             for query in range(query_len):
-                position = max(min(tokens - query_len + query, width * 256 - 1), -1)
-                visible = range(group.rank, position // 128 + 1, size)
-                last = 128 if not visible or visible[-1] < position // 128 else position % 128 + 1
+                position = max(min(tokens - query_len + query, tokens_held - 1), -1)
                 model["positions"].append(position)
-                model["local_positions"].append((len(visible) - 1) * 128 + last - 1 if visible else -1)
+                model["local_positions"].append(int(stored[: position + 1].sum()) - 1)
         model["offsets"].append(len(model["blocks"]))
         total, units = len(model["blocks"]), indexer._engine.context._units[query_len - 1]
         starts = model["offsets"][:-1]
@@ -247,6 +269,78 @@ def check_silence_in_exchange(team: Team, withheld: range) -> None:
     assert all(torch.equal(*pair) for pair in zip(kept, team.words, strict=True)) and team.groups[0].failed() == 0
 
 
+# ---- decode_score_shards
+
+
+def part_score_checks(dtype: str, rounding: str | None = None, queries: int = 4) -> Callable[[Any], None]:
+    """Scores of ranks that store 16, 32, 64 and 128 rows of a block; all columns and some; so few programs that each has
+    many tiles.
+    """
+    options = {"sharded": True, "spare_requests": 0, "topk": 2, "rounding": rounding}
+    cases = [
+        (ContextCase("r64", dtype, lens=(2500, 0, 2304), query_len=queries, **options), 2, 1),
+        (ContextCase("r16", dtype, lens=(2500, 2304), query_len=queries - 3, **options), 8, 6),
+        (ContextCase("r32", dtype, lens=(1300, 5), query_len=queries - 2, **options), 4, 0),
+        (
+            ContextCase(
+                "r128", dtype, lens=(2500, 2049), query_len=queries, page_size=256, shard_scorer=True, **options
+            ),
+            2,
+            1,
+        ),
+    ]
+
+    def check(machine: Any) -> None:
+        for case, size, rank in cases:
+            check_part_scores(replace(machine, compute_units=1), case, size, rank)
+
+    return check
+
+
+def check_part_scores(machine: Any, case: ContextCase, size: int, rank: int) -> None:
+    """What one rank's scorer writes: of every listed block the maximum over the visible tokens that the rank stores, NaN
+    where there is none; and nothing else.
+    """
+    group, options = simulated_groups(size, "cpu")[rank], case.rank_options(size)
+    heads = max(TOTAL_HEADS // size, 1)
+    indexer = machine.indexer(num_heads=heads, total_heads=TOTAL_HEADS, group=group, **options, **case.options)
+    cache, table, lens, q = case.batch()
+    plan, buffers = indexer.plan_decode(table, lens, query_len=case.query_len), indexer._engine.context_buffers
+    words = q.contiguous().view(torch.int32).reshape(-1)
+    buffers["queries"][: len(words)] = words
+    buffers["scores"].fill_(3e38)
+    indexer._engine.context.score(plan, case.rank_cache(rank, size))
+    written, found = buffers["scores"].clone(), indexer.scores(plan)
+    for word in (1, 2):  # the plan is for another batch
+        buffers["header"][word] += 1
+        buffers["scores"].fill_(3e38)
+        indexer._engine.context.score(plan, case.rank_cache(rank, size))
+        assert bool((buffers["scores"] == 3e38).all()), "scores of a plan for another batch"
+        buffers["header"][word] -= 1
+    buffers["scores"].copy_(written)
+    expected = torch.full_like(found, 3e38)
+    keys = dequantise(case.layout, cache, case.rounding or "exact")
+    token = torch.arange(case.width * case.page_size)
+    stored = token % case.page_size // options["layout"].page_rows == rank
+    held = token[stored].div(128, rounding_mode="floor").unique()
+    for b, length in enumerate(lens.tolist()):
+        dots = torch.einsum(
+            "thd,sd->ths", q.double()[b * case.query_len :][: case.query_len], keys[table[b]].flatten(0, 1)
+        )
+        for query, (place, block) in itertools.product(range(case.query_len), enumerate(held.tolist())):
+            if block * 128 < length:
+                seen = stored & (token // 128 == block) & (token <= length - case.query_len + query)
+                best = dots[query][:, seen].amax(1) if bool(seen.any()) else torch.full((TOTAL_HEADS,), float("nan"))
+                expected[b, query, :, place] = best.float()
+    assert torch.equal(found.nan_to_num(1e38), expected.nan_to_num(1e38)), f"scores of {case}"
+    rows = plan.num_requests * plan.query_len * TOTAL_HEADS
+    stride = indexer._engine.context_sizes.score_stride
+    beyond = buffers["scores"][: rows * stride].view(rows, stride)[:, found.shape[-1] :]
+    assert bool((beyond == 3e38).all()) and bool((buffers["scores"][rows * stride :] == 3e38).all()), (
+        "beyond the scores"
+    )
+
+
 # ---- push_candidates
 
 
@@ -302,6 +396,8 @@ def merge_checks(topk: int) -> Callable[[Any], None]:
         check_merges(Team(machine, 2, 2, rows[:4], **options), 1)
         check_merges(Team(machine, 2, 2, rows, topk=topk, order="local_last"), 0)
         check_merges(Team(machine, 8, 1, [128 * 8 * topk, 1], topk=topk, order="ascending"), 5)
+        check_shared_blocks(Team(machine, 4, 1, [3 * 128 * topk, 130], sharded=True, topk=topk, local_blocks=0), 2)
+        check_shared_blocks(Team(machine, 2, 2, [4 * 128 * topk, 9], sharded=True, **options), 1)
         for slots in (range(2 * topk), range(2 * topk - 1, 2 * topk)):
             check_silence_in_merge(Team(machine, 2, 2, [2 * 128 * topk, 77], topk=topk, order="local_last"), slots)
 
@@ -363,6 +459,23 @@ def check_merges(team: Team, rank: int) -> None:
     team.own[rank]["positions"].fill_(-1)
     with team.running():
         assert merged(team, rank).unique().tolist() == [-1] and epochs[0] == 2, "after the last epoch"
+
+
+def check_shared_blocks(team: Team, rank: int) -> None:
+    """Ranks score parts of the same blocks: an id that several send counts once, by the best part; few ids are left over."""
+    words, epochs = team.words[rank], team.own[rank]["epochs"]
+    for epoch in (1, 2):
+        parts = [team.scores(10 * epoch + source) for source in range(team.size)]
+        final = words.clone()
+        for source, part in enumerate(parts):
+            team.receive(final, part, rank, source, epoch)
+        epochs[1] = epoch
+        with team.running(Late(words, final, epoch)):
+            found = merged_with_table(team, rank)
+        best = parts[0]
+        for part in parts[1:]:
+            best = torch.fmax(best, part)
+        assert found.tolist() == wanted(team, best, rank), f"ids of epoch {epoch}"
 
 
 def check_silence_in_merge(team: Team, slots: range) -> None:

@@ -25,7 +25,7 @@ from executors import GPU, IR_ARCHS, ir_executor, standin
 from fused_cases import check_fused_insert
 from llir import Program, Trap
 from llir.mutations import Mutant, mutants
-from llir_tests.context_checks import check_context_plan, check_exchange, merge_checks, push_checks
+from llir_tests.context_checks import check_context_plan, check_exchange, merge_checks, part_score_checks, push_checks
 from llir_tests.test_variants import check_insert
 from sparse_cases import CASES, PREFILL, check_decode_emission, check_prefill_emission, check_rows_of_several_splits
 from support import ROOT
@@ -163,6 +163,8 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
     ),
     "prefill_score__{arch}__e4m3fn_r128": (prefills("e4m3fn", None, "strict"), SCORER - {"zero mask dropped"}),
     "prefill_score__{arch}__nvfp4_exact_r128": (prefills("nvfp4", "exact"), SCORER - {"zero mask dropped"}),
+    "decode_score_shards__{arch}__bf16_c16": (part_score_checks("bf16"), SCORER),
+    "decode_score_shards__{arch}__nvfp4_exact_c16": (part_score_checks("nvfp4", "exact"), SCORER),
     "select_blocks__{arch}__k16": (selects, SORT | {"barriers removed", "LDS address moved"}),
     "merge_splits__{arch}__k16": (selects, SORT | PERMUTED | {"LDS address moved"}),
     "exchange_queries__{arch}": (
@@ -186,7 +188,7 @@ CHECKS: dict[str, tuple[Check, set[str]]] = {
 }
 # what one architecture's code has besides: CDNA3 sorts through ds_bpermute, CDNA4's scorers copy to LDS in the background
 BESIDES = {("gfx942", "select_blocks"): PERMUTED, ("gfx942", "prefill_plan"): {"swizzle altered"},
-           ("gfx950", "decode_score"): {"wait removed"}, ("gfx950", "prefill_score"): {"wait removed"}}  # fmt: skip
+           ("gfx950", "decode_score"): {"wait removed"}, ("gfx950", "decode_score_shards"): {"wait removed"}, ("gfx950", "prefill_score"): {"wait removed"}}  # fmt: skip
 # faults that change nothing: op, kind -> why
 EQUIVALENT = {
     (op, "zero mask dropped"): "page 0 stands in for slots whose stores are masked anyway"
@@ -221,18 +223,23 @@ def survives(mutant: Mutant, original: str, arch: str, check: Check) -> bool:
 BUILT = [
     (arch, name) for arch, name in itertools.product(IR_ARCHS, CHECKS) if arch != "gfx942" or not name.endswith("fp8")
 ]
-# without --thorough each kernel on one architecture: in turn, or where its code has places for more kinds of faults
-ELSEWHERE = {
-    "select_blocks__{arch}__k16": "gfx942",
-    "prefill_plan__{arch}": "gfx942",
-    "prefill_score__{arch}__e4m3fn_r128_fp8": "gfx950",
-}
-IN_TURN = [(ELSEWHERE.get(name, IR_ARCHS[number % 2]), name) for number, name in enumerate(CHECKS)]
+# without --thorough every op on both architectures, but of the variants of one op each on one of them, in turn
+ALONE = [name for name in CHECKS if sum(other.split("__")[0] == name.split("__")[0] for other in CHECKS) == 1]
+IN_TURN = [
+    (arch, name)
+    for arch, name in BUILT
+    if name in ALONE or name.endswith("fp8") or IR_ARCHS[list(CHECKS).index(name) % 2] == arch
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "arch" in metafunc.fixturenames:
         metafunc.parametrize("arch,name", BUILT if metafunc.config.getoption("--thorough") else IN_TURN)
+
+
+def test_every_op_has_faults_planted_on_both_architectures() -> None:
+    built = {(v.arch, v.op) for p in installed_packages().values() for v in p.variants if v.vendor == "rocm"}
+    assert {(arch, name.split("__")[0]) for arch, name in IN_TURN} == built
 
 
 def test_planted_faults_are_found(arch: str, name: str, thorough: bool) -> None:

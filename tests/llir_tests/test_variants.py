@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from conformance import CACHES as DTYPES
 from conformance import CONFORMANCE, SELECTIONS, SHORT_PREFILLS, check_selection
 from executors import GPU, IR_ARCHS, IR_ORDERS, ir_executor
 from fused_cases import check_fused_insert
+from llir_tests.context_checks import part_score_checks
 from parallel.context_cases import SHARD_SCORERS, TOTAL_HEADS, ContextCase
 from parallel.test_simulated import check_phases
 from sparse_cases import (
@@ -132,6 +134,13 @@ def ties_across_ranks(case: ContextCase, scores: list[torch.Tensor], share: Bloc
             more = int((history > last).sum()) + len(equal) > room
             found += more and len(source[equal].unique()) > 1
     return found
+
+
+@pytest.mark.parametrize("machine", EXECUTORS[::2], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("queries", [4, 8])
+@pytest.mark.parametrize("dtype,rounding", DTYPES)
+def test_part_scores(machine: Any, dtype: str, rounding: str | None, queries: int) -> None:
+    part_score_checks(dtype, rounding, queries)(machine)
 
 
 def check_insert(machine: Any, dtype: str) -> None:

@@ -35,6 +35,7 @@ class ContextCase:
     seed: int = 5
     sharded: bool = False  # every rank stores a shard of the cache, or all of it
     shard_scorer: bool = False
+    spare_requests: int = 1  # that the indexer has room for besides
 
     def __str__(self) -> str:
         return self.name
@@ -72,7 +73,7 @@ class ContextCase:
         return {
             "topk": self.topk, "init_blocks": self.init_blocks, "local_blocks": self.local_blocks, "order": self.order,
             "empty_row": self.empty_row, "out_layout": self.out_layout, "nvfp4_rounding": self.rounding,
-            "max_requests": len(self.lens) + 1, "max_query_len": self.query_len,
+            "max_requests": len(self.lens) + self.spare_requests, "max_query_len": self.query_len,
             "max_seq_len": self.width * self.page_size,
         }  # fmt: skip
 
