@@ -29,12 +29,16 @@ def test_templates_are_python_before_rendering(path):
         assert "{{" not in line or re.match(r"[A-Z_]+(: [\w.]+)? = .*\{\{", line), line
 
 
+@pytest.fixture(scope="module")
+def used():
+    """Names of the templates that some variant is made of."""
+    sources = render_all(MATRIX, MATRIX.variants).values()
+    return {name for source in sources for name in re.findall(r"templates/(\S+) sha256", source.header)}
+
+
 @pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda p: p.name)
-def test_templates_are_short_and_used(path):
+def test_templates_are_short_and_used(path, used):
     assert len(path.read_text().splitlines()) <= 250
-    used = set()
-    for source in render_all(MATRIX, MATRIX.variants).values():
-        used |= set(re.findall(r"templates/(\S+) sha256", source.header))
     assert path.name in used
 
 

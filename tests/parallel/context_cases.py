@@ -157,7 +157,7 @@ CASES = [
 ]  # fmt: skip
 
 # pages of both sizes, every number of rows that a rank stores; lengths around the edges of rows, blocks and pages
-EDGES = (2500, 2304, 641, 0, 5, 16, 33, 65, 129, 193, 257, 321)
+EDGES = (2500, 641, 0, 16, 33, 129, 193, 257)
 SHARDED = [
     ContextCase(f"sharded-{dtype}-{rounding}-{order}-p{page}", dtype, lens=EDGES, order=order, rounding=rounding,
                 page_size=page, local_blocks=local, sharded=True)

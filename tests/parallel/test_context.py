@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from parallel import tasks
-from parallel.context_cases import CASES, ContextCase
+from parallel.context_cases import CASES, SHARDED, ContextCase
 from parallel.ranks import Ranks
 
 
@@ -20,8 +20,11 @@ def ranks(request) -> Iterator[Ranks]:
 
 
 def cases_of(size: int) -> list[ContextCase]:
-    """All cases; interpreted ranks share two cores, so of four every second, of eight every fourth."""
-    return CASES if torch.cuda.is_available() else CASES[:: size // 2]
+    """All cases; interpreted ranks share two cores, so of two every second, of four every fourth, of eight every eighth,
+    the one with NaN and infinities among them.
+    """
+    cases = CASES + SHARDED
+    return cases if torch.cuda.is_available() else CASES[::-size] + SHARDED[::-size]
 
 
 BY_SIZE = [(size, case) for size in (2, 4, 8) for case in cases_of(size)]
@@ -45,7 +48,7 @@ def test_changing_batches_and_a_slow_rank(ranks, dtype, order):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo gathers no device memory; test_collective_over_nccl does")
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[8], CASES[-8], CASES[-5]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[-8], CASES[-5], SHARDED[1]], ids=str)
 def test_collective_transport(ranks, case):
     """Queries and candidates over the process group: the same kernels, the same ids."""
     told = ranks.run(tasks.make_group, {"transport": "collective"})
