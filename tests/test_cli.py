@@ -160,6 +160,20 @@ def test_doctor_without_a_gpu() -> None:
         assert score["route"] == "aot" and all(other["reason"] for other in score["rejected"])
 
 
+def test_doctor_shows_what_ranks_store_of_the_index_cache() -> None:
+    """Without a request nothing is shared; with one, the bytes of a token on each rank and the reason."""
+    found = {(row["asked"], row["tp_size"], row["page_size"]): row for row in read_json("doctor")["shared_cache"]}
+    assert len(found) == 2 * 3 * 2
+    for page_size in (128, 256):
+        whole = found["indexer_decode_cp", 4, page_size]
+        assert whole["parallel"] == "context" and whole["bytes_per_token"] == {"bf16": 256, "e4m3fn": 128, "nvfp4": 72}
+        for tp_size in (2, 4, 8):
+            row = found["indexer_cache_sharding", tp_size, page_size]
+            assert row["parallel"] == "sharded" and row["reason"] == "asked for"
+            assert row["rows_of_a_page"] == page_size // tp_size
+            assert row["bytes_per_token"]["nvfp4"] == {2: 36, 4: 18, 8: 9}[tp_size]
+
+
 @pytest.mark.parametrize(
     ("arch", "torch_works", "reason"),
     [

@@ -19,6 +19,7 @@ from .manifest import installed_packages
 from .ops.context_engine import ContextEngine
 from .ops.engine import Engine, KernelEngine
 from .parallel.heads import RANKS
+from .policy import explain_shards
 
 if TYPE_CHECKING:
     from .parallel.group import Group
@@ -96,13 +97,14 @@ class Spread:
             return f"the group has {self.group.size} rank(s); decode is spread over {', '.join(map(str, RANKS))}"
         return None
 
-    def explain(self) -> list[str]:
+    def explain(self, config: IndexerConfig) -> list[str]:
         """How decode is spread, and why not where it isn't though asked for."""
         if self.group is None:
             return []
         obstacle = self.obstacle()
         used = f"not used: {obstacle}; every rank decodes on its own" if obstacle else "asked for"
-        return [f"parallel {self.parallel}: {used}", *self.group.explain().splitlines()]
+        shards = [explain_shards(config.layout, self.shard_scorer)] if config.layout.shards > 1 else []
+        return [f"parallel {self.parallel}: {used}", *shards, *self.group.explain().splitlines()]
 
 
 def make_engine(

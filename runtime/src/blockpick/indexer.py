@@ -186,7 +186,7 @@ class Indexer:
             asked = "asked for" if self.config.prefill_numerics else "the default here"
             how = {"fp8": "the fp8 MMA, not as exact as decode", "strict": "as exact as decode"}[self.prefill_numerics]
             lines.append(f"prefill_numerics {self.prefill_numerics}: {asked}; {how}")
-        lines += self._spread.explain()
+        lines += self._spread.explain(self.config)
         for choice in self.choices:
             lines.append(f"{choice.role}: {choice.variant.name} ({choice.reason})")
             lines += [f"  not {name}: {reason}" for name, reason in choice.rejected]

@@ -27,6 +27,8 @@ from ..layout import CACHE_DTYPES, PAGE_SIZES, CacheLayout
 from ..manifest import KernelPackage, installed_packages
 from ..ops.decode_pick import select_decode
 from ..ops.insert import select_insert
+from ..parallel.heads import RANKS
+from ..policy import decide_cache
 from .output import NO_KERNELS, open_console, write_json
 
 M3_HEADS = {1: 4, 2: 2, 4: 1}  # tensor-parallel size -> index heads of a rank
@@ -70,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         "blockpick": __version__, "python": platform.python_version(), "torch": describe_torch(),
         "devices": [asdict(device) for device in devices], "backends": describe_backends(),
         "packages": [describe_package(packages[arch]) for arch in sorted(packages)],
-        "m3": [describe_served(entry) for entry in served], "gpu_present": bool(devices) or torch.cuda.is_available(),
+        "m3": [describe_served(entry) for entry in served],
+        "shared_cache": describe_shared_caches(), "gpu_present": bool(devices) or torch.cuda.is_available(),
         "problems": problems, "verdict": verdict(devices, packages, problems),
     }  # fmt: skip
     if args.json:
@@ -194,6 +197,29 @@ def describe_served(entry: Served) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def describe_shared_caches() -> list[dict[str, Any]]:
+    """How the ranks of a node can share the index cache or the work on it, by what an operator asks for."""
+    entries = []
+    for asked in ("indexer_decode_cp", "indexer_cache_sharding"):
+        for tp_size in RANKS:
+            for page_size in PAGE_SIZES:
+                decisions = {
+                    dtype: decide_cache(
+                        indexer_kv_dtype=dtype, page_size=page_size, tp_size=tp_size,
+                        indexer_cache_sharding=asked == "indexer_cache_sharding",
+                        indexer_decode_cp=asked == "indexer_decode_cp",
+                    )
+                    for dtype in CACHE_DTYPES
+                }  # fmt: skip
+                first = next(iter(decisions.values()))
+                entries.append({
+                    "tp_size": tp_size, "asked": asked, "page_size": page_size, "parallel": first.parallel,
+                    "reason": first.reason, "rows_of_a_page": first.layout.page_rows,
+                    "bytes_per_token": {dtype: decision.bytes_per_token for dtype, decision in decisions.items()},
+                })  # fmt: skip
+    return entries
+
+
 def verdict(devices: list[DeviceInfo], packages: dict[str, KernelPackage], problems: list[str]) -> str:
     """One sentence for the whole machine."""
     if problems:
@@ -242,6 +268,7 @@ def report(console: Console, facts: dict[str, Any], served: list[Served], verbos
         )  # fmt: skip
     if served:
         console.print(m3_table(served))
+        console.print(shared_table(facts["shared_cache"]))
     if verbose:
         report_rejected(console, served)
     for problem in facts["problems"]:
@@ -266,6 +293,23 @@ def m3_table(served: list[Served]) -> Table:
         pages = ", ".join(map(str, sorted({e.config.layout.page_size for e in entries})))
         table.add_row(arch if arch != previous else "", dtype, sizes, pages, *kernels)
         previous = arch
+    return table
+
+
+def shared_table(entries: list[dict[str, Any]]) -> Table:
+    """Bytes that one rank stores for a token of context, by what is asked for."""
+    table = Table(
+        title="Index cache over the ranks of a node: bytes a token and layer on each rank", title_justify="left",
+        title_style="bold", header_style="dim", box=None, padding=(0, 1),
+    )  # fmt: skip
+    for heading in ("asked for", "TP", "page", "rows of a page", *CACHE_DTYPES):
+        table.add_column(heading)
+    previous = ""
+    for entry in entries:
+        asked = entry["asked"] if entry["asked"] != previous else ""
+        numbers = [str(entry["bytes_per_token"][dtype]) for dtype in CACHE_DTYPES]
+        table.add_row(asked, str(entry["tp_size"]), str(entry["page_size"]), str(entry["rows_of_a_page"]), *numbers)
+        previous = entry["asked"]
     return table
 
 
