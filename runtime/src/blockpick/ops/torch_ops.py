@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ..handles import find_prefill, find_slot
 from ..layout import CacheLayout
 from .fused_insert import qk_norm_rope_insert
 from .insert import insert
@@ -16,8 +17,6 @@ def decode_pick(
     q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int, allow_padding: bool = False
 ) -> None:
     """:meth:`blockpick.Indexer.decode` with the current plan of the slot that ``handle`` names."""
-    from ..handles import find_slot
-
     indexer, plan = find_slot(handle)
     indexer.decode(plan, q, cache, out, allow_padding=allow_padding)
 
@@ -34,8 +33,6 @@ def decode_pick_sparse(
     attention_block_table: torch.Tensor, table: torch.Tensor, context_lens: torch.Tensor, block_page_stride: int,
 ) -> None:  # fmt: skip
     """``decode_pick`` with the fields of a :class:`blockpick.SparseTable`."""
-    from ..handles import find_slot
-
     indexer, plan = find_slot(handle)
     sparse = SparseTable(attention_block_table, block_page_stride, table, context_lens)
     indexer.decode(plan, q, cache, out, allow_padding=allow_padding, sparse_table=sparse)
@@ -52,8 +49,6 @@ def _(
 @torch.library.custom_op("blockpick::prefill_pick", mutates_args=("out",))
 def prefill_pick(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, handle: int) -> None:
     """:meth:`blockpick.Indexer.prefill` with the current prefill plan of the slot that ``handle`` names."""
-    from ..handles import find_prefill
-
     indexer, plan = find_prefill(handle)
     indexer.prefill(plan, q, cache, out)
 
@@ -69,8 +64,6 @@ def prefill_pick_sparse(
     table: torch.Tensor, context_lens: torch.Tensor, block_page_stride: int,
 ) -> None:  # fmt: skip
     """``prefill_pick`` with the fields of a :class:`blockpick.SparseTable`."""
-    from ..handles import find_prefill
-
     indexer, plan = find_prefill(handle)
     sparse = SparseTable(attention_block_table, block_page_stride, table, context_lens)
     indexer.prefill(plan, q, cache, out, sparse_table=sparse)
