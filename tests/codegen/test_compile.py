@@ -156,12 +156,14 @@ def test_manifests_follow_the_schema(arch):
 
 
 def test_numeric_family_shares_instruction_and_depth():
-    """All scorers of one (arch, op, cache, rounding) use one matrix instruction kind of one K depth."""
+    """All scorers of one (arch, op, cache, rounding) use one matrix instruction kind of one K depth; those of parts of
+    blocks use that of whole ones.
+    """
     families = {}
     for arch in ARCHS:
         for name, record in manifest(arch)["variants"].items():
-            if record["role"] == "decode_score":
-                key = (arch, record["op"], record["axes"]["cache"], record["axes"]["rounding"])
+            if record["role"] in ("decode_score", "decode_score_shards"):
+                key = (arch, record["op"].removesuffix("_shards"), record["axes"]["cache"], record["axes"]["rounding"])
                 kinds = {mma_kind(shape) for shape in record["resources"]["mma_shapes"]}
                 families.setdefault(key, {})[name] = kinds
     for key, members in families.items():

@@ -69,12 +69,13 @@ class Team:
     """Simulated ranks whose plans are written by the test: one request for each position."""
 
     def __init__(
-        self, machine: Any, size: int, heads: int, positions: Sequence[int], sharded: bool = False, **options: Any
+        self, machine: Any, size: int, heads: int, positions: Sequence[int], shard_pages: int = 0, **options: Any
     ) -> None:
+        """``shard_pages``: tokens of the pages of a sharded cache; 0 of a replicated one."""
         self.machine, self.size, self.heads, self.positions = machine, size, heads, list(positions)
-        self.step = 1 if sharded else size  # of pages of one block every rank has a part
-        layout = {"layout": CacheLayout("bf16", 128, size), "parallel": "sharded"}
-        layout = layout if sharded else {"layout": CacheLayout("bf16"), "parallel": "context"}
+        self.step = shard_pages // 128 or size  # blocks of a page, each of which has neighbouring ranks
+        layout = {"layout": CacheLayout("bf16", shard_pages or 128, size), "parallel": "sharded"}
+        layout = layout if shard_pages else {"layout": CacheLayout("bf16"), "parallel": "context"}
         self.replicas = size * heads // TOTAL_HEADS
         self.plan, self.groups = Planned(len(positions)), simulated_groups(size, "cpu", LIMIT_S)
         self.options = {"topk": 16, "init_blocks": 0, "local_blocks": 1, "order": "score", **options}
@@ -98,6 +99,9 @@ class Team:
         """Kernels reach the words of all ranks."""
         with self.machine.sharing(self.words), meanwhile(happens):
             yield
+
+    def first_block(self, rank: int) -> int:
+        return rank * self.step // self.size
 
     def first_head(self, rank: int) -> int:
         return rank // self.replicas * self.heads
@@ -124,7 +128,7 @@ class Team:
         own, topk = self.positions[request] // 128, self.options["topk"]
         if own < 0 or (self.options["order"] != "score" and own < topk):
             return np.zeros(0, np.int64)
-        block = np.arange(rank % self.step, own + 1, self.step)
+        block = np.arange(self.first_block(rank), own + 1, self.step)
         value = scores[request, head, block].numpy() + np.float32(0)
         bits = value.view(np.uint32).astype(np.int64)
         ordered = np.where(bits >= 1 << 31, 0xFFFFFFFF - bits, bits + (1 << 31))
@@ -352,6 +356,8 @@ def push_checks(topk: int) -> Callable[[Any], None]:
         options = {"topk": topk, "init_blocks": 1, "local_blocks": 2}
         check_pushes(Team(machine, 2, 2, [2303, -1, 300, 2 * topk * 128 + 5], **options), range(2))
         check_pushes(Team(machine, 8, 4, [(8 * topk + 9) * 128 + 40], **options), (0, 5))
+        check_pushes(Team(machine, 4, 1, [long, 2303], shard_pages=256, **options), (1, 2))
+        check_pushes(Team(machine, 2, 2, [1300 * 128], shard_pages=128, topk=topk), (1,))
         check_pushes(Team(machine, 2, 2, [long, 128 * topk - 1, 128 * topk], topk=topk, order="local_last"), (1,))
 
     return check
@@ -365,7 +371,7 @@ def check_pushes(team: Team, senders: Sequence[int]) -> None:
         scores = team.scores(epoch)
         for rank in senders:
             own = team.own[rank]["scores"][: rows * team.sizes.score_stride].view(rows, -1)
-            mine = scores.view(rows, -1)[:, rank :: team.size]
+            mine = scores.view(rows, -1)[:, team.first_block(rank) :: team.step]
             own[:, : mine.shape[1]] = mine
             team.own[rank]["epochs"][1] = epoch
             with team.running():
@@ -396,8 +402,9 @@ def merge_checks(topk: int) -> Callable[[Any], None]:
         check_merges(Team(machine, 2, 2, rows[:4], **options), 1)
         check_merges(Team(machine, 2, 2, rows, topk=topk, order="local_last"), 0)
         check_merges(Team(machine, 8, 1, [128 * 8 * topk, 1], topk=topk, order="ascending"), 5)
-        check_shared_blocks(Team(machine, 4, 1, [3 * 128 * topk, 130], sharded=True, topk=topk, local_blocks=0), 2)
-        check_shared_blocks(Team(machine, 2, 2, [4 * 128 * topk, 9], sharded=True, **options), 1)
+        check_shared_blocks(Team(machine, 4, 1, [3 * 128 * topk, 130], shard_pages=128, topk=topk, local_blocks=0), 2)
+        check_shared_blocks(Team(machine, 2, 2, [4 * 128 * topk, 9], shard_pages=128, **options), 1)
+        check_shared_blocks(Team(machine, 4, 1, [4 * 128 * topk, 300], shard_pages=256, **options), 3)
         for slots in (range(2 * topk), range(2 * topk - 1, 2 * topk)):
             check_silence_in_merge(Team(machine, 2, 2, [2 * 128 * topk, 77], topk=topk, order="local_last"), slots)
 
@@ -472,9 +479,12 @@ def check_shared_blocks(team: Team, rank: int) -> None:
         epochs[1] = epoch
         with team.running(Late(words, final, epoch)):
             found = merged_with_table(team, rank)
-        best = parts[0]
-        for part in parts[1:]:
-            best = torch.fmax(best, part)
+        best = torch.stack(parts)
+        holders = torch.arange(team.size) * team.step // team.size  # of every step-th block, from this one on
+        blocks = torch.arange(best.shape[-1]) % team.step
+        best[(holders[:, None] != blocks)[:, None, None].expand_as(best)] = float("nan")
+        best = best.nan_to_num(-1e30, posinf=float("inf"), neginf=float("-inf")).amax(0)
+        best[best == -1e30] = float("nan")
         assert found.tolist() == wanted(team, best, rank), f"ids of epoch {epoch}"
 
 

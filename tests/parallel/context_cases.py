@@ -89,6 +89,8 @@ class ContextCase:
         if self.data == "special":
             keys[torch.rand(tokens, generator=generator) < 0.3] = float("nan")
             keys[256:384] = float("nan")
+            for first, last in ((640, 704), (784, 800), (928, 960)):  # all that one rank stores of a block
+                keys[first:last] = float("nan")
             if self.dtype == "bf16":
                 keys[384:512, 0] = float("inf")
                 keys[512:640, 0] = float("-inf")
@@ -180,14 +182,17 @@ SHARDED = [
     ContextCase("sharded-special-bf16", data="special", query_len=3, sharded=True),
     ContextCase("sharded-special-e4m3fn", "e4m3fn", data="special", query_len=3, page_size=256, sharded=True),
     ContextCase("sharded-special-nvfp4", "nvfp4", data="special", rounding="exact", query_len=3, sharded=True),
-    ContextCase("sharded-by-parts", "bf16", lens=EDGES, page_size=256, sharded=True, shard_scorer=True),
+    # the number of ranks is that of the place in the list
+    ContextCase("sharded-by-parts-4", "bf16", lens=EDGES, page_size=256, sharded=True, shard_scorer=True),
+    ContextCase("sharded-by-parts-8", "bf16", lens=EDGES, page_size=256, sharded=True, shard_scorer=True),
+    ContextCase("sharded-by-parts-2", "bf16", lens=EDGES, page_size=256, sharded=True, shard_scorer=True),
 ]  # fmt: skip
 
 # every variant of the scorer of parts of blocks, with the number of ranks: 16, 32, 64 and 128 rows a rank
 SHARD_SCORERS = [
     (ContextCase(f"parts-{dtype}-{rounding}-c{columns}", dtype, lens=(900, 768, 641), query_len=queries, topk=6,
                  rounding=rounding, page_size=page, local_blocks=0, data="few", sharded=True, shard_scorer=True), size)
-    for dtype, rounding in CACHES for columns, queries, page, size in ((16, 1, 128, 4), (32, 5, 256, 2))
+    for dtype, rounding in CACHES for columns, queries, page, size in ((16, 1, 128, 4), (32, 5, 256, 4))
 ] + [
     (ContextCase("parts-bf16-r16", lens=(900, 768, 641), query_len=1, topk=6, local_blocks=0, data="few",
                  sharded=True), 8),

@@ -6,12 +6,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from executors import interpreted
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from parallel.context_cases import CASES, SENTINEL, SHARD_SCORERS, SHARDED, TOTAL_HEADS, ContextCase, heads_of
 from support import ROOT
 
+from blockpick import CacheLayout, Indexer, UnsupportedConfigError, insert
 from blockpick.testing.simulated import decode_in_phases, simulated_groups
 
 
@@ -82,6 +87,18 @@ SHARDS += [(case, (2, 4, 8)[number % 3]) for number, case in enumerate(SHARDED[D
 def test_phases_of_shards(one_executor, case, size):
     """Ids of ranks that store 16, 32, 64 or 128 rows of a block are those of replicated decode."""
     check_phases(one_executor, case, size)
+
+
+def test_a_scorer_of_fewer_rows_than_a_rank_stores_is_refused():
+    """On sm90 32 columns of e4m3fn take tiles of 64 rows: only pages of 256 over two ranks, and only if asked for."""
+    executor = interpreted("sm90")
+    case = ContextCase("wide", "e4m3fn", lens=(300,), query_len=8, page_size=256, sharded=True, shard_scorer=True)
+    with pytest.raises(
+        UnsupportedConfigError, match=r"shard_scorer=True: decode_score_shards__sm90__e4m3fn_c32 scores 64"
+    ):
+        indexers_of(executor, case, 2)
+    assert len(indexers_of(executor, case, 4)) == 4
+    assert len(indexers_of(executor, replace(case, shard_scorer=False), 2)) == 2
 
 
 @pytest.mark.gpu
@@ -208,15 +225,84 @@ def test_a_group_of_one_decodes_alone_and_says_why(one_executor, caplog):
         ({"group": "given"}, "belong to parallel='context'"), ({"total_heads": 4}, "belong to parallel='context'"),
         ({"parallel": "context", "group": "given", "slots": 2}, "slots=2 with parallel='context'"),
         ({"parallel": "context", "group": "given", "total_heads": 3}, "can't share total_heads=3"),
+        ({"parallel": "sharded", "group": "given"}, "layout.shards=1 with a group of 2 rank(s)"),
+        ({"parallel": "sharded", "group": "given", "shards": 4}, "layout.shards=4 with a group of 2 rank(s)"),
+        ({"parallel": "sharded", "shards": 2}, "parallel='sharded' needs a group"),
+        ({"parallel": "context", "group": "given", "shards": 2}, "reads a replicated cache (shards=1)"),
+        ({"parallel": "sharded", "group": "given", "shards": 2, "slots": 2}, "slots=2 with parallel='sharded'"),
+        ({"parallel": "sharded", "group": "given", "shards": 2, "max_prefill_tokens": 8}, "prefill of a sharded cache"),
+        ({"parallel": "context", "group": "given", "shard_scorer": True}, "shard_scorer=True belongs to"),
+        ({"parallel": "spread"}, "supported: None, 'context', 'sharded'"),
     ],
 )  # fmt: skip
 def test_refusals_at_construction(one_executor, options, told):
-    from blockpick import CacheLayout, UnsupportedConfigError
-
     if "group" in options:
         options = {**options, "group": simulated_groups(2, one_executor.device)[0]}
+    layout = CacheLayout("bf16", shards=options.get("shards", 1))
+    options = {name: value for name, value in options.items() if name != "shards"}
     with pytest.raises(UnsupportedConfigError, match=re.escape(told)):
-        one_executor.indexer(CacheLayout("bf16"), num_heads=2, max_requests=2, max_seq_len=1024, **options)
+        one_executor.indexer(layout, num_heads=2, max_requests=2, max_seq_len=1024, **options)
+
+
+def test_shards_are_never_read_by_the_reference():
+    """backend='auto' on CPU tensors is the reference of one rank: it would take a rank's rows for whole pages."""
+    layout, group = CacheLayout("bf16", shards=2), simulated_groups(2, "cpu")[0]
+    for make in (Indexer, Indexer.required_memory):
+        with pytest.raises(
+            UnsupportedConfigError, match="reads no shards; backend='interpreter' decodes over ranks there"
+        ):
+            make(layout, num_heads=2, parallel="sharded", group=group, device="cpu")
+        with pytest.raises(UnsupportedConfigError, match="backend='reference' decodes on one rank"):
+            make(layout, num_heads=2, parallel="sharded", group=group, device="cpu", backend="reference")
+
+
+@pytest.mark.parametrize("page_size,size,blocks", [(128, 4, 20), (256, 2, 10), (256, 4, 10)])
+def test_required_memory_of_shards_is_what_is_allocated(page_size, size, blocks):
+    """Score and list buffers hold the blocks that a rank scores: all of them, or every second."""
+    options = {
+        "num_heads": 1, "total_heads": size, "parallel": "sharded", "group": simulated_groups(size, "cpu")[0],
+        "device": "cpu", "backend": "interpreter", "arch": "sm90", "max_requests": 3, "max_seq_len": 2500,
+    }  # fmt: skip
+    layout = CacheLayout("nvfp4", page_size, size)
+    indexer = Indexer(layout, **options)
+    assert Indexer.required_memory(layout, **options).items == indexer.memory().items
+    for name, tensor in indexer._engine.context_buffers.items():
+        assert (f"context_{name}", tensor.numel() * tensor.itemsize) in indexer.memory().items
+    assert indexer._engine.context_buffers["blocks"].numel() == 3 * blocks
+
+
+def test_check_cache_looks_at_the_ranks_own_shard():
+    """70 tokens of a page of 128 over two ranks: rank 1 stores 6, and what lies behind them is no fault."""
+    layout, keys = CacheLayout("nvfp4", shards=2), torch.ones(70, 128).bfloat16()
+    for rank, group in enumerate(simulated_groups(2, "cpu")):
+        cache = layout.empty(1, "cpu").fill_(0)
+        insert(layout, cache, keys, torch.arange(70), shard=rank, backend="reference")
+        indexer = Indexer(layout, num_heads=2, parallel="sharded", group=group, device="cpu", backend="interpreter",
+                          arch="sm90", max_requests=1, max_seq_len=128)  # fmt: skip
+        table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+        assert indexer.check_cache(cache, table, lens) == []
+        assert bool(indexer.check_cache(cache, table, lens, shard=0)) == (rank == 1)
+
+
+LENGTHS = st.builds(
+    lambda blocks, rows, off: max(blocks * 128 + rows + off, 0),
+    st.integers(0, 4), st.sampled_from([0, 16, 32, 48, 64, 96, 112]), st.integers(-1, 1),
+)  # fmt: skip
+
+
+@settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lens=st.lists(LENGTHS, min_size=1, max_size=3), size=st.sampled_from([2, 4, 8]), page=st.sampled_from([128, 256]),
+    query_len=st.integers(1, 3), dtype=st.sampled_from(["bf16", "e4m3fn", "nvfp4"]), seed=st.integers(0, 99),
+    local=st.integers(0, 1), topk=st.integers(1, 4), data=st.sampled_from(["few", "integer"]),
+)  # fmt: skip
+def test_shards_of_any_lengths(lens, size, page, query_len, dtype, seed, local, topk, data):
+    """Lengths around the edges of every rank's rows, of blocks and of pages, more blocks than topk or fewer."""
+    case = ContextCase(
+        f"{lens} over {size}", dtype, lens=tuple(lens), query_len=query_len, topk=topk, local_blocks=local, data=data,
+        page_size=page, rounding="exact" if dtype == "nvfp4" else None, seed=seed, sharded=True,
+    )  # fmt: skip
+    check_phases(interpreted("sm90"), case, size)
 
 
 @pytest.mark.gpu

@@ -100,8 +100,8 @@ def test_every_combination_of_facts_has_its_rule_and_every_rule_is_needed():
 def test_the_scorer_of_parts_can_be_asked_for_where_whole_blocks_are_stored(one_executor):
     """Pages of 256 over two ranks: the stock scorer by default, that of parts on request; explained either way."""
     for asked, words, op in (
-        (False, "every 2nd; the scorer of whole blocks serves", "decode_score"),
-        (True, "the scorer of parts of blocks serves: asked for", "decode_score_shards"),
+        (False, "every 2nd; scored by the kernel for whole blocks", "decode_score"),
+        (True, "scored by the kernel for parts of blocks, where it is another (asked for)", "decode_score_shards"),
     ):
         decision = decide_cache(
             indexer_kv_dtype="bf16", page_size=256, tp_size=2, indexer_cache_sharding=True, shard_scorer=asked

@@ -91,6 +91,11 @@ class Spread:
                 "sharded cache is not supported; supported: 0"
             )
 
+    @property
+    def shard(self) -> int:
+        """Of a sharded cache, the one that this rank stores; 0 of a replicated one."""
+        return self.group.rank if self.parallel == "sharded" and self.group is not None else 0
+
     def obstacle(self) -> str | None:
         """Why decode stays on one rank although ``parallel`` asks for more; the same on all ranks."""
         if self.parallel and self.group is not None and self.group.size not in RANKS:
@@ -125,9 +130,15 @@ def make_engine(
             return KernelEngine(config, device, info, arch, route)
         return ContextEngine(config, device, info, arch, route, group, spread.total_heads, spread.shard_scorer)
 
+    on_cpu = backend == "auto" and device.type == "cpu"
     if group is not None and backend == "reference":
         raise UnsupportedConfigError("Indexer: backend='reference' decodes on one rank; leave parallel away")
-    if backend == "reference" or (backend == "auto" and device.type == "cpu"):
+    if group is not None and on_cpu and config.layout.shards > 1:
+        raise UnsupportedConfigError(
+            "Indexer: backend='auto' on the CPU is the reference, which decodes on one rank and reads no shards; "
+            "backend='interpreter' decodes over ranks there"
+        )
+    if backend == "reference" or on_cpu:
         from .testing.engine import ReferenceEngine
 
         reason = (

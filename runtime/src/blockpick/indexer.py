@@ -205,11 +205,12 @@ class Indexer:
 
     def check_cache(
         self, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, limit: int = 100, *,
-        shard: int = 0,
+        shard: int | None = None,
     ) -> list[CacheFault]:  # fmt: skip
         """What in the cache of a layer that picks can't have been inserted; see
-        :func:`blockpick.cache_check.check_cache`.
+        :func:`blockpick.cache_check.check_cache`. The shard is by default this rank's.
         """
+        shard = self._spread.shard if shard is None else shard
         return check_cache(self.config.layout, cache, block_table, seq_lens, limit, shard=shard)
 
     def stats(self) -> dict[str, Any]:

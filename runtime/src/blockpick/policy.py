@@ -166,12 +166,12 @@ def decide_cache(
 
 
 def explain_shards(layout: CacheLayout, shard_scorer: bool) -> str:
-    """What a rank stores of a block, and which scorer serves it."""
+    """What a rank stores of a block, and for what a scorer is chosen."""
     blocks = BlockShare.of(layout, layout.shards)
     if blocks.copies > 1:
-        return f"shards: a rank stores {blocks.rows} of the 128 rows of a block; the scorer of parts of blocks serves"
-    scorer = "parts of blocks serves: asked for" if shard_scorer else "whole blocks serves"
-    return f"shards: a rank stores whole blocks, every {blocks.step}nd; the scorer of {scorer}"
+        return f"shards: a rank stores {blocks.rows} of the 128 rows of a block"
+    asked = "parts of blocks, where it is another (asked for)" if shard_scorer else "whole blocks"
+    return f"shards: a rank stores whole blocks, every {blocks.step}nd; scored by the kernel for {asked}"
 
 
 @functools.cache

@@ -17,7 +17,8 @@ from ..dispatch import find_package
 from ..errors import PeerError, StalePlanError, UnsupportedConfigError
 from ..parallel.heads import BlockShare, HeadShare
 from ..plan import DecodePlan, PrefillPlan
-from .context_pick import ContextKernels, ContextPick, ContextSizes
+from .context_kernels import ContextKernels
+from .context_pick import ContextPick, ContextSizes
 from .engine import KernelEngine
 from .sparse_table import SparseTable
 

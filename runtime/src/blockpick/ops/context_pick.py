@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel decode by generated kernels: every rank scores its own blocks for all heads of the group.
+"""Decode over ranks by generated kernels: every rank scores its own blocks, or its rows of them, for all heads.
 
 Plan (once per step), exchange the queries, score, push the best of the own blocks to the ranks of their head, merge.
 """
@@ -15,11 +15,10 @@ import torch
 from ..backend_api import Launch
 from ..config import ORDERS, IndexerConfig
 from ..device import current_stream
-from ..dispatch import Choice, Need, select
-from ..layout import BLOCK_TOKENS, HEAD_DIM, page_stride_bytes
-from ..manifest import KernelPackage
+from ..layout import HEAD_DIM, page_stride_bytes
 from ..plan import DecodePlan
-from .decode_pick import PLAN_ARGS, SCORE_ARGS, cache_needs, select_scorers
+from .context_kernels import SHARDS_ROLE, ContextKernels
+from .decode_pick import PLAN_ARGS, SCORE_ARGS
 from .selection import Bind
 from .sparse_table import SparseTable, table_form
 
@@ -32,75 +31,11 @@ EMPTY_BLOCK_ZERO, PARTS = 1, 2  # flags of the merge
 CONTROL_BYTES = 4096  # before what kernels exchange: the flag and the limit of waits
 WORD_BYTES = 8
 PART_ROWS = 16  # of which decode_score_shards' parts of a block consist
-SHARDS_ROLE = "decode_score_shards"
 CONTROL_WORDS = CONTROL_BYTES // WORD_BYTES
 EXCHANGE_ARGS = ("q_ptr", "stride_q_t", "stride_q_h", "num_tokens", "phases")
 MERGE_ARGS = ("stride_out_t", "stride_out_h", "stride_source", "num_requests")
 TABLE_POINTERS = ("attention_table_ptr", "table_ptr", "lens_ptr")  # a sparse table's; requests are found without more
 TABLE_NUMBERS = ("stride_attention", "table_form")
-
-
-@dataclass(frozen=True)
-class ContextKernels:
-    """The chosen variants; ``score`` holds one per query length, of one numeric family with replicated decode."""
-
-    plan: Choice
-    exchange: Choice
-    score: tuple[Choice, ...]
-    push: Choice
-    merge: Choice
-
-    @classmethod
-    def choose(
-        cls, package: KernelPackage, config: IndexerConfig, share: HeadShare, blocks: BlockShare, route: str,
-        shard_scorer: bool = False,
-    ) -> ContextKernels:  # fmt: skip
-        """Choose the kernels of ``config`` from one package; needs no device. ``shard_scorer``: take the scorer of
-        parts of blocks also where ranks store whole ones.
-
-        Raises
-        ------
-        KernelNotInstalledError
-            When a role has no variant; the message lists every candidate with its reason.
-        """
-        topk = [Need("topk", config.topk, at_least=True)]
-        return cls(
-            plan=select(package, "decode_plan", [], route),
-            exchange=select(package, "exchange_queries", [], route),
-            score=select_rank_scorers(package, config, share.total_heads, blocks, route, shard_scorer),
-            push=select(package, "push_candidates", topk, route),
-            merge=select(package, "merge_ranks", topk, route),
-        )
-
-    @property
-    def choices(self) -> tuple[Choice, ...]:
-        """Every distinct choice."""
-        return (self.plan, self.exchange, *dict.fromkeys(self.score), self.push, self.merge)
-
-
-def select_rank_scorers(
-    package: KernelPackage, config: IndexerConfig, total_heads: int, blocks: BlockShare, route: str, shard_scorer: bool
-) -> tuple[Choice, ...]:
-    """The scorer of every query length for a rank's share of the blocks, of one numeric family with the scorer that a
-    replicated cache would get: the same op where it has variants of so many rows.
-
-    Raises
-    ------
-    KernelNotInstalledError
-        When there is none; the message lists every candidate with its reason.
-    """
-    whole = select_scorers(package, config, total_heads, route)
-    family = whole[0].variant.op
-    parts = any(v.op == family and v.axes["rows"] < BLOCK_TOKENS for v in package.variants)
-    if blocks.rows == BLOCK_TOKENS and (parts or not shard_scorer):
-        return whole
-    cache = cache_needs(config, config.rounding(package.nvfp4_rounding))[:2]
-    lengths = range(1, config.max_query_len + 1)
-    columns = [Need("columns", total_heads * length, at_least=True) for length in lengths]
-    if parts:
-        rows = Need("rows", blocks.rows)
-        return tuple(select(package, "decode_score", [*cache, rows, need], route, family) for need in columns)
-    return tuple(select(package, SHARDS_ROLE, [*cache, need], route) for need in columns)
 
 
 @dataclass(frozen=True)
