@@ -38,7 +38,9 @@ def used():
 
 @pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda p: p.name)
 def test_templates_are_short_and_used(path, used):
-    assert len(path.read_text().splitlines()) <= 250
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 250
+    assert ".cu" in path.name or max(map(len, lines)) <= 120  # ruff checks what is rendered of Python
     assert path.name in used
 
 

@@ -13,7 +13,7 @@ def wait_for_producer():
 @triton.jit
 def release_dependents():
     """Let the next kernel of the stream start. Called last: after our own wait, so completion stays transitive, and not
-    earlier, because programs that wait beside us take room that our successors need (measured: 1.5x on one batch shape).
+    earlier, because programs that wait beside us take room that successors need (measured: 1.5x on one batch shape).
     """
     gdc_launch_dependents()
 SCORE_SCALE: tl.constexpr = tl.constexpr(1.0)
