@@ -17,6 +17,7 @@ from parallel.context_cases import CASES, SENTINEL, SHARD_SCORERS, SHARDED, TOTA
 from support import ROOT
 
 from blockpick import CacheLayout, Indexer, UnsupportedConfigError, insert
+from blockpick.testing.reference import select_blocks
 from blockpick.testing.simulated import decode_in_phases, simulated_groups
 
 
@@ -282,6 +283,33 @@ def test_check_cache_looks_at_the_ranks_own_shard():
         table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
         assert indexer.check_cache(cache, table, lens) == []
         assert bool(indexer.check_cache(cache, table, lens, shard=0)) == (rank == 1)
+
+
+@pytest.mark.parametrize("page_size", [128, 256])
+def test_a_row_of_a_million_tokens_over_shards(one_executor, page_size):
+    """8,192 blocks on given scores: every rank's best of several chunks, the ids that many send once; ties everywhere."""
+    case = ContextCase("million", lens=(1 << 20, 1), query_len=1, page_size=page_size, init_blocks=1, sharded=True)
+    indexers = [
+        one_executor.indexer(CacheLayout("bf16", page_size, 4), num_heads=1, parallel="sharded", group=group,
+                             max_requests=2, max_seq_len=1 << 20, init_blocks=1)
+        for group in simulated_groups(4, one_executor.device)
+    ]  # fmt: skip
+    table = torch.zeros(2, case.width, dtype=torch.int32, device=one_executor.device)
+    lens = torch.tensor(case.lens, dtype=torch.int32, device=one_executor.device)
+    plans = [indexer.plan_decode(table, lens, query_len=1) for indexer in indexers]
+    best = torch.full((TOTAL_HEADS, 8192), -float("inf"))
+    for rank, (indexer, plan) in enumerate(zip(indexers, plans, strict=True)):
+        held = torch.arange(rank * (page_size // 128) // 4, 8192, page_size // 128)
+        part = torch.randint(-500, 500, (TOTAL_HEADS, len(held)), generator=torch.Generator().manual_seed(rank)).float()
+        best[:, held] = torch.maximum(best[:, held], part)
+        target = indexer.scores(plan)
+        indexer._engine.context.score = lambda *_, t=target, p=part: t[0, 0].copy_(p)
+    queries = [torch.zeros(2, 1, 128, dtype=torch.bfloat16, device=one_executor.device)] * 4
+    outs = [torch.empty(2, 1, 16, dtype=torch.int32, device=one_executor.device) for _ in indexers]
+    decode_in_phases(indexers, plans, queries, indexers[0].config.layout.empty(1, one_executor.device), outs)
+    for head, out in enumerate(outs):
+        assert out[0, 0].tolist() == select_blocks(best[head], (1 << 20) - 1, 16, 1, 1, "score", "minus_one")
+        assert out[1, 0].tolist() == [0] + [-1] * 15
 
 
 LENGTHS = st.builds(
