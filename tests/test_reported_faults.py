@@ -180,21 +180,19 @@ def test_case_12_scores_one_ulp_apart_keep_their_order(one_executor: Any, dtype:
         assert run.again(cache, q)[0][0] == expected
 
 
-def edge(executor: Any, last: int, scored: bool = True) -> list[list[int]]:
+def edge(executor: Any, last: int) -> list[list[int]]:
     """Two queries on both sides of the edge behind block ``last - 1``: ``last`` and ``last + 1`` visible blocks.
 
-    All blocks score 1 but every 5th from the end, which scores 2; the table repeats two pages. With ``scored`` off the
-    scores are given, not computed.
+    All blocks score 1 but every 5th from the end, which scores 2; the table repeats two pages.
     """
     layout = blockpick.CacheLayout("bf16")
     cache = torch.ones(2, 128, 128, dtype=torch.bfloat16)
     cache[1] = 2
     table = torch.zeros(1, last + 1, dtype=torch.int32)
     table[0, [last - 1 - 5 * j for j in range(10)]] = 1
-    run = Run(executor, layout, table, query_len=2)
-    if not scored:
-        run.indexer._engine.decodes[0].score = lambda plan, *_: run.indexer.scores(plan).copy_(1.0 + table)
-    ids = run(cache, [last * 128 + 1], torch.ones(2, 1, 128, dtype=torch.bfloat16))
+    ids = Run(executor, layout, table, query_len=2)(
+        cache, [last * 128 + 1], torch.ones(2, 1, 128, dtype=torch.bfloat16)
+    )
     return [row[0] for row in ids]
 
 
@@ -202,7 +200,7 @@ def edge(executor: Any, last: int, scored: bool = True) -> list[list[int]]:
                                   pytest.param(8192, marks=pytest.mark.slow)])  # fmt: skip
 def test_case_13_lengths_at_every_internal_capacity(one_executor: Any, last: int) -> None:
     twos = sorted(last - 1 - 5 * j for j in range(10))
-    assert edge(one_executor, last, one_executor.device != "cpu" or last < 8000) == [
+    assert edge(one_executor, last) == [
         [last - 1, *twos[:-1], *range(6)],
         [last, *twos, *range(5)],
     ]
@@ -210,10 +208,10 @@ def test_case_13_lengths_at_every_internal_capacity(one_executor: Any, last: int
 
 @pytest.mark.slow
 def test_case_13_the_longest_row(one_executor: Any) -> None:
-    """65,534 blocks; the ids reach 0xFFFD and still tie towards the lower one. The interpreter is given their scores."""
+    """65,534 blocks; the ids reach 0xFFFD and still tie towards the lower one."""
     last = 65533
     twos = sorted(last - 1 - 5 * j for j in range(10))
-    assert edge(one_executor, last, one_executor.device != "cpu")[1] == [last, *twos, *range(5)]
+    assert edge(one_executor, last)[1] == [last, *twos, *range(5)]
 
 
 @pytest.mark.parametrize("page_size", [128, 256])

@@ -34,7 +34,7 @@ def test_nothing_asked_is_a_replicated_cache(name, dtype, size):
 
 @pytest.mark.parametrize("tp_size", [2, 4, 8])
 def test_both_asked_for_is_context_parallel_with_one_warning(tp_size, caplog):
-    policy._warn_once.cache_clear()
+    policy.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "blockpick"):
         decisions = [
             decide_cache(**{**M3, "tp_size": tp_size}, indexer_cache_sharding=True, indexer_decode_cp=True)
@@ -100,7 +100,7 @@ def test_every_combination_of_facts_has_its_rule_and_every_rule_is_needed():
 def test_the_scorer_of_parts_can_be_asked_for_where_whole_blocks_are_stored(one_executor):
     """Pages of 256 over two ranks: the stock scorer by default, that of parts on request; explained either way."""
     for asked, words, op in (
-        (False, "every 2nd; scored by the kernel for whole blocks", "decode_score"),
+        (False, "every second; scored by the kernel for whole blocks", "decode_score"),
         (True, "scored by the kernel for parts of blocks, where it is another (asked for)", "decode_score_shards"),
     ):
         decision = decide_cache(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,13 +17,12 @@ from .manifest import installed_packages
 from .ops.context_engine import ContextEngine
 from .ops.engine import Engine, KernelEngine
 from .parallel.heads import RANKS
-from .policy import explain_shards
+from .policy import explain_shards, warn_once
 
 if TYPE_CHECKING:
     from .parallel.group import Group
 
 PARALLEL = (None, "context", "sharded")
-_logger = logging.getLogger("blockpick")
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ def make_engine(
     spread.check(config, device)
     obstacle = spread.obstacle()
     if obstacle:
-        _warn_once(f"parallel={spread.parallel!r} is not used: {obstacle}; every rank decodes on its own")
+        warn_once(f"parallel={spread.parallel!r} is not used: {obstacle}; every rank decodes on its own")
     group = spread.group if spread.parallel and not obstacle else None
     if backend not in BACKENDS:
         raise UnsupportedConfigError(f"Indexer: backend={backend!r} is not supported; supported: {', '.join(BACKENDS)}")
@@ -159,11 +156,6 @@ def make_engine(
     info = describe(device, f"Indexer: backend={backend!r}: ")
     route, reason = (backend, "asked for") if backend in ("aot", "jit") else pick_route(info, allow_jit)
     return kernels(info, info.arch, route), route, f"{info.name} is {info.arch}; {reason}"
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    _logger.warning(message)
 
 
 def default_rounding(device: torch.device, arch: str | None) -> str:

@@ -132,22 +132,11 @@ def decide_cache(
     TypeError
         When a switch is no bool or a size no int.
     """
-    for name, switch in (
-        ("indexer_cache_sharding", indexer_cache_sharding), ("indexer_decode_cp", indexer_decode_cp),
-        ("shard_scorer", shard_scorer),
-    ):  # fmt: skip
-        if not isinstance(switch, bool):
-            raise TypeError(f"decide_cache: {name} must be a bool, is {type(switch).__name__}")
-    for name, size in (("tp_size", tp_size), ("dcp_size", dcp_size)):
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"decide_cache: {name} must be an int, is {type(size).__name__}")
-        if size < 1:
-            raise UnsupportedConfigError(f"decide_cache: {name}={size} is not supported; supported: 1 and above")
-    for name, value, allowed in (("indexer_kv_dtype", indexer_kv_dtype, KV_DTYPES), ("prefer", prefer, PREFERENCES)):
-        if value not in allowed:
-            raise UnsupportedConfigError(
-                f"decide_cache: {name}={value!r} is not supported; supported: {', '.join(allowed)}"
-            )
+    check_request(
+        {"indexer_cache_sharding": indexer_cache_sharding, "indexer_decode_cp": indexer_decode_cp,
+         "shard_scorer": shard_scorer},
+        {"tp_size": tp_size, "dcp_size": dcp_size}, indexer_kv_dtype, prefer,
+    )  # fmt: skip
     asked = {(False, False): "nothing", (True, False): "sharded", (False, True): "context", (True, True): "both"}
     facts = {
         "asked": asked[indexer_cache_sharding, indexer_decode_cp],
@@ -159,10 +148,29 @@ def decide_cache(
     if rule.parallel == "refused":
         raise UnsupportedConfigError(f"decide_cache: tp_size={tp_size}, dcp_size={dcp_size}: {rule.reason}")
     if rule.warns:
-        _warn_once(rule.reason)
+        warn_once(rule.reason)
     shards = tp_size if rule.parallel == "sharded" else 1
     layout = CacheLayout(KV_DTYPES[indexer_kv_dtype], page_size, shards)
     return CacheDecision(layout, rule.parallel, shard_scorer and shards > 1, rule.reason)
+
+
+def check_request(
+    switches: Mapping[str, object], sizes: Mapping[str, object], indexer_kv_dtype: str, prefer: str
+) -> None:
+    """Refuse arguments of :func:`decide_cache` that no rule knows."""
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise TypeError(f"decide_cache: {name} must be a bool, is {type(switch).__name__}")
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"decide_cache: {name} must be an int, is {type(size).__name__}")
+        if size < 1:
+            raise UnsupportedConfigError(f"decide_cache: {name}={size} is not supported; supported: 1 and above")
+    for name, value, allowed in (("indexer_kv_dtype", indexer_kv_dtype, KV_DTYPES), ("prefer", prefer, PREFERENCES)):
+        if value not in allowed:
+            raise UnsupportedConfigError(
+                f"decide_cache: {name}={value!r} is not supported; supported: {', '.join(allowed)}"
+            )
 
 
 def explain_shards(layout: CacheLayout, shard_scorer: bool) -> str:
@@ -171,9 +179,10 @@ def explain_shards(layout: CacheLayout, shard_scorer: bool) -> str:
     if blocks.copies > 1:
         return f"shards: a rank stores {blocks.rows} of the 128 rows of a block"
     asked = "parts of blocks, where it is another (asked for)" if shard_scorer else "whole blocks"
-    return f"shards: a rank stores whole blocks, every {blocks.step}nd; scored by the kernel for {asked}"
+    return f"shards: a rank stores whole blocks, every second; scored by the kernel for {asked}"
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Log a warning the first time that it is given."""
     _logger.warning(message)

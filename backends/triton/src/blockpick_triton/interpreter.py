@@ -89,6 +89,7 @@ def leave_out_idle_work() -> None:
         replaced: set[Any] = set()  # the modules whose functions a running launch replaced
 
         def replace_once(function: Any) -> Any:
+            """Triton's ``_patch_lang``, that does nothing where the modules of ``function`` are replaced already."""
             modules = {m for m in function.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)}
             if modules <= replaced:
                 return interpreter._LangPatchScope()
